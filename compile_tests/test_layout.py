@@ -218,8 +218,8 @@ def test_a_loss_is_read_in_few_files() -> None:
     command = [sys.executable, "-c", FILES_OF_LOSSES]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     ce, dpo = ({str(path.relative_to(ROOT)) for path in own(files)} for files in json.loads(printed))
-    assert len(ce) <= 15, sorted(ce)
-    assert len(dpo) <= 20, sorted(dpo)
+    assert len(ce) <= 18, sorted(ce)
+    assert len(dpo) <= 23, sorted(dpo)
     page = (ROOT / "docs" / "how-it-works.md").read_text()
     drawing = next(block for block in page.split("```") if block.startswith("\nllmk/losses/dpo.py"))
     assert set(re.findall(r"^(\S+\.py) ", drawing, re.MULTILINE)) <= dpo
@@ -230,15 +230,15 @@ def own(files: list[str]) -> list[Path]:
     return [path for path in paths if path.is_relative_to(ROOT) and ".venv" not in path.parts]
 
 
-ROOMS = ("", "drivers", "objectives", "chunked", "kernels")
-"""The folders of `ops/linear_loss`, in order: each imports only from those after it."""
-MOST_IMPORTS_BETWEEN_ROOMS = 24
+ROOMS = ("", "drivers", "objectives", "chunked", "kernels", "head")
+"""The folders of `ops/linear_loss`, in order, and last a file: each imports only from those after it."""
+MOST_IMPORTS_BETWEEN_ROOMS = 29
 
 
 def test_rooms_of_linear_loss_import_one_way() -> None:
     home, package, between = ROOT / "ops" / "linear_loss", "llmk.ops.linear_loss.", []
     for path in sources("ops/linear_loss"):
-        room = path.parent.name if path.parent != home else ""
+        room = path.parent.name if path.parent != home else path.stem if path.stem in ROOMS else ""
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(package):
                 name = node.module.removeprefix(package).partition(".")[0]
@@ -247,6 +247,18 @@ def test_rooms_of_linear_loss_import_one_way() -> None:
                     between.append((path.name, node.module))
                     assert ROOMS.index(room) < ROOMS.index(target), f"{path} imports {node.module}"
     assert len(between) <= MOST_IMPORTS_BETWEEN_ROOMS, between
+
+
+MOST_PARAMETERS = 8
+
+
+@pytest.mark.parametrize("path", sources("llmk/losses"), ids=lambda path: path.name)
+def test_options_are_handed_on_as_values(path: Path) -> None:
+    """Only what users call lists all of its options: one more of these is added in one place."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name not in llmk.losses.__all__:
+            given = node.args
+            assert len(given.posonlyargs + given.args + given.kwonlyargs) <= MOST_PARAMETERS, node.name
 
 
 def test_the_path_to_a_kernel_is_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ one per step that launches kernels. `OPS` holds the records, which opcheck, the 
 """
 
 from llmk.registry.backward_op import no_gradient, or_no_gradient
-from llmk.registry.call import CallOp, FromArguments, from_arguments
+from llmk.registry.call import CallOp, FromArguments, from_arguments, with_arguments
 from llmk.registry.checks import (
     LARGEST,
     check_dtype,
@@ -108,5 +108,6 @@ __all__ = [
     "split_around_dim",
     "split_rows",
     "use_kernels_on_cpu",
+    "with_arguments",
     "wrap_triton",
 ]

@@ -1,16 +1,17 @@
 """A call's arguments as one value: taken by name from a public function, handed on whole, and an operator's schema.
 
 A loss has many options, which its kernel ops, their fakes, sharding strategies and backward passes all take. A frozen
-dataclass names them once: `from_arguments` makes it of a function's `locals()`, and a `CallOp` is a kernel op that
-takes its fields and gives the dataclass to what computes it.
+dataclass names them once: `from_arguments` makes it of a function's arguments, and a `CallOp` is a kernel op that takes
+its fields and gives the dataclass to what computes it.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import UnionType
-from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar, get_args
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from llmk.registry.kernel_op import KernelOp
 
 T = TypeVar("T")
 C = TypeVar("C")
+P = ParamSpec("P")
 
 
 def from_arguments(kind: type[T], arguments: Mapping[str, Any], **more: Any) -> T:
@@ -44,8 +46,28 @@ class FromArguments:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], **more: Any) -> Self:
-        """Return `from_arguments` of this class: `Call.of(locals())` where a public function begins."""
+        """Return `from_arguments` of this class: `Call.of(locals())` where an operator's function begins."""
         return from_arguments(cls, arguments, **more)
+
+
+def with_arguments(fn: Callable[Concatenate[dict[str, Any], P], T]) -> Callable[P, T]:
+    """Return `fn` without its first parameter, for which it gets all its arguments by their names.
+
+    It is what `locals()` is to an operator, for functions that Dynamo traces: its releases before torch 2.12 do not
+    know `locals()`, and later ones stop where a closure has a variable that has no value yet.
+    """
+    signature = inspect.signature(fn)
+    parameters = list(signature.parameters.values())[1:]
+    positional = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+
+    @functools.wraps(fn)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        arguments = {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
+        return fn(arguments, *args, **kwargs)  # which refuses those that it does not take
+
+    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return called
 
 
 def _annotations(kind: Any) -> dict[str, Any]:
@@ -93,7 +115,7 @@ class _Optional(NamedTuple):
 
 
 class CallOp(Generic[C]):
-    """A kernel op whose first arguments are the fields of `call_type`; the others are those of `run` after the call.
+    """A kernel op with the arguments of `run`, but for a call the fields of `call_type`.
 
     Tensors come first. A field that is a dataclass or NamedTuple itself is its own fields. Those of a NamedTuple of
     numbers and strings that may be None come last, and are all 0 or "" where it is None.
@@ -101,11 +123,12 @@ class CallOp(Generic[C]):
     Args:
         name: The op's name.
         call_type: The dataclass.
-        run: `run(call, *rest)` launches its kernels; rest is annotated, as for a schema.
-        on_host: `on_host(call, *rest)` computes the same in plain PyTorch.
+        run: `run(call, ...)` launches its kernels; its parameters are annotated, as for a schema. The call is the first
+            of them, or has others before it.
+        on_host: Computes the same in plain PyTorch; this and all others take the arguments of `run`.
         outputs: The number of tensors it returns.
-        fake: `fake(call, *rest)` gives outputs like those of `run`.
-        flops: `flops(call, *rest)` counts its floating-point operations.
+        fake: Gives outputs like those of `run`; None for an op that `KernelOp.register_backward` gets.
+        flops: Counts its floating-point operations.
     """
 
     def __init__(
@@ -116,11 +139,12 @@ class CallOp(Generic[C]):
         *,
         on_host: Callable[..., Any],
         outputs: int,
-        fake: Callable[..., Any],
+        fake: Callable[..., Any] | None,
         flops: Callable[..., int],
     ) -> None:
         self.call_type = call_type
-        parameters = self._lay_out(list(_leaves(call_type)))
+        parameters, given = self._lay_out(list(_leaves(call_type))), list(inspect.signature(run).parameters.values())
+        self.start = [issubclass(call_type, each.annotation) for each in given].index(True)
 
         @differentiating
         def launch(*args: Any) -> Any:
@@ -128,13 +152,14 @@ class CallOp(Generic[C]):
 
         launch.__module__ = call_type.__module__
         launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [*parameters, *list(inspect.signature(run).parameters.values())[1:]],
+            [*given[: self.start], *parameters, *given[self.start + 1 :]],
             return_annotation=tuple[(Tensor,) * outputs],
         )
         # The number of launches depends on sizes: inlined, each would need a graph of its own.
         self.op = KernelOp(launch, name=name, opaque=True)
         self.op.register_kernel("cpu")(differentiating(lambda *args: on_host(*self.unpack(args))))
-        self.op.register_fake(lambda *args: fake(*self.unpack(args)))
+        if fake is not None:
+            self.op.register_fake(lambda *args: fake(*self.unpack(args)))
         self.op.register_flop_formula(lambda *args, out_val=None: flops(*self.unpack(args)))
 
     def _lay_out(self, leaves: list[tuple[str, Any]]) -> list[inspect.Parameter]:
@@ -155,19 +180,22 @@ class CallOp(Generic[C]):
         ]
 
     def unpack(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the call and the arguments after it."""
-        given = dict(zip(self.names, args, strict=False))
+        """Return the arguments of `run`."""
+        end = self.start + self.fields
+        given = dict(zip(self.names, args[self.start : end], strict=True))
         for each in self._optional:
             value = from_arguments(each.kind, given)
             given[each.name] = value if any(value) else None
-        return from_arguments(self.call_type, given), *args[self.fields :]
+        return *args[: self.start], from_arguments(self.call_type, given), *args[end:]
 
-    def __call__(self, call: C, *rest: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
+        call = args[self.start]
         optional = (part for each in self._optional for part in each.get(call) or each.nothing)
-        return self.op(*(get(call) for get in self._own), *optional, *rest)
+        own = (get(call) for get in self._own)
+        return self.op(*args[: self.start], *own, *optional, *args[self.start + 1 :])
 
     def save_call(self, ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
-        """In a `setup_context`: save the call, whose first fields are its tensors, and some results."""
+        """In a `setup_context`: save the call, with which the arguments begin, and some results."""
         ctx.options = inputs[self.tensors : self.fields]
         ctx.save_for_backward(*inputs[: self.tensors], *results)
 

@@ -1,5 +1,6 @@
 """Losses whose gradients are made in the forward pass: what they refuse, and how often logits are made."""
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -156,7 +157,7 @@ def test_blocks_on_a_gpu_hold_whole_pairs(skips: bool) -> None:
     ]:
         x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((B // 2, 2, S, H), (V, H)))
         target = torch.empty((B // 2, 2, S), dtype=torch.int64, device="meta")
-        fields = {name: None for name in PreferenceCall.names()} | {
+        fields = {field.name: None for field in dataclasses.fields(PreferenceCall)} | {
             "input": x,
             "linear_weight": weight,
             "target": target,

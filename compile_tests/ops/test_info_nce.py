@@ -135,7 +135,7 @@ def test_the_matrix_never_exists_whole() -> None:
     one = contrastive.ContrastiveCall(query, key, extra, torch.tensor(2.0), None, None, None, 1.0, True, "mean", 4, "")
     with LargestTensor() as seen:
         loss, rows, columns = contrastive._forward(PYTORCH, one)
-        contrastive._backward(PYTORCH, one, torch.ones_like(loss), rows, columns, True, True, True, True)
+        contrastive._backward(PYTORCH, torch.ones_like(loss), rows, columns, one, True, True, True, True)
     assert seen.most == 4 * 80
 
 

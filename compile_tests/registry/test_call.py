@@ -1,5 +1,6 @@
-"""A call's arguments as one value: by name from a function's `locals()`, and as the schema of a kernel op."""
+"""A call's arguments as one value: by name of a function, and as the schema of a kernel op."""
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmk.registry import CallOp, FromArguments, from_arguments, replicate_only
+from llmk.registry import CallOp, FromArguments, from_arguments, replicate_only, with_arguments
 from llmk.registry.private.operators import schema_of
 
 
@@ -38,11 +39,13 @@ class Call(Layer):
     negative: bool = False
 
 
+@with_arguments
 def public(
+    arguments: dict[str, Any], /,
     input: Tensor, bias: Tensor | None = None, *, scale: float = 1.0, shift: int = 1, factor: float = 2.0,
     of_no_call: str = "",
 ) -> Tensor:  # fmt: skip
-    call = Call.of(locals(), negative=True)
+    call = Call.of(arguments, negative=True)
     return -call.outputs() if call.negative and call.bias is None else call.outputs()
 
 
@@ -57,7 +60,7 @@ def test_fields_are_taken_by_name() -> None:
         Call.of({"scale": 1.0, "input": x})
 
 
-def test_dynamo_traces_locals() -> None:
+def test_dynamo_traces_it() -> None:
     compiled = torch.compile(public, fullgraph=True, backend="aot_eager")
     for rows in (3, 5, 7):
         x = torch.randn(rows, 2, requires_grad=True)
@@ -65,6 +68,22 @@ def test_dynamo_traces_locals() -> None:
         (grad,) = torch.autograd.grad(out.sum(), x)
         assert torch.equal(out, -x - 2)
         assert torch.equal(grad, -torch.ones_like(x))
+
+
+@with_arguments
+def handed_on(arguments: dict[str, Any], /, input: Tensor, scale: float = 2.0, *, shift: int = 1) -> dict[str, Any]:
+    return {**arguments, "sum": (input * scale + shift).sum()}
+
+
+def test_a_function_gets_its_arguments_by_name() -> None:
+    x = torch.ones(2)
+    assert str(inspect.signature(handed_on)).startswith("(input: torch.Tensor, scale: float = 2.0, *, shift: int = 1)")
+    for given in (handed_on(x), handed_on(input=x), handed_on(x, 2.0, shift=1)):
+        assert {name: value for name, value in given.items() if name != "sum"} == {"input": x, "scale": 2.0, "shift": 1}
+        assert given["sum"] == 6
+    for args, kwargs in [((), {}), ((x,), {"input": x}), ((x, 1.0, 2), {}), ((x,), {"unknown": 1})]:
+        with pytest.raises(TypeError, match="handed_on"):
+            handed_on(*args, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +138,23 @@ def test_an_op_gets_the_call_again(op: CallOp[Call]) -> None:
         assert [each.tolist() for each in gradients] == [[1.5] * 3, [2.0] * 3][: len(gradients)]
         again, add = op.unpack((x, call.bias, 0.5, 3.0, 2, True, *(call.part or (0, "")), 1.0))
         assert (vars(again), add) == (vars(call), 1.0)
+
+
+def test_a_call_may_follow_other_arguments(op: CallOp[Call]) -> None:
+    """As in an op that `register_backward` gets, whose arguments begin with the incoming gradients."""
+
+    def run(grad: Tensor, call: Call, need: bool) -> tuple[Tensor, Tensor]:
+        return grad * call.scale, grad + need
+
+    after = CallOp("_test_call_after", Call, run, on_host=run, outputs=2, fake=None, flops=lambda grad, call, need: 0)
+    assert str(schema_of(after.op.overload)).startswith(
+        "llmk::_test_call_after(Tensor grad, Tensor input, Tensor? bias,"
+    )
+    x = torch.randn(3)
+    call = Call(input=x, bias=None, scale=0.5, slope=Slope(3.0, 2), part=Part(7, ""))
+    grad, again, need = after.unpack((x, x, None, 0.5, 3.0, 2, False, 7, "", True))
+    assert grad is x
+    assert (vars(again), need) == (vars(call), True)
+    first, second = after(x, call, True)
+    assert torch.equal(first, 0.5 * x)
+    assert torch.equal(second, x + 1)

@@ -8,7 +8,7 @@ Only the device knows how many sequences a packed batch holds. Where no argument
 many slots as tokens, and `exists` is a mask of the slots in use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._ranks import Ranks, share_with, sum_over
-from llmk.ops.linear_loss.chunked import VocabSlice, check_linear, vocab_slice
+from llmk.losses._ranks import Ranks, make_ranks, share_with, sum_over
+from llmk.ops.linear_loss.chunked import VocabSlice, vocab_slice
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy, outside_support
 from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
+from llmk.ops.linear_loss.head import Head, check_linear
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
 from llmk.ops.linear_loss.objectives.policy import PolicyTerms
 from llmk.ops.linear_loss.vocab_parallel_linear_ce import vocab_parallel_linear_ce
@@ -87,39 +88,6 @@ def own_classes(linear_weight: Tensor, vocab_group: VocabGroup) -> dict[str, Any
     if vocab_group is None:
         return {}
     return {**(vocab_group if isinstance(vocab_group, dict) else vocab_slice(linear_weight, vocab_group))}
-
-
-def cross_entropy_sum(
-    input: Tensor, linear_weight: Tensor, target: Tensor, vocab_group: VocabGroup, **options: Any
-) -> Tensor:
-    """Return the sum over tokens of `fused_linear_ce`."""
-    if vocab_group is None:
-        return fused_linear_ce(input, linear_weight, target, reduction="sum", **options)
-    options |= own_classes(linear_weight, vocab_group)
-    return vocab_parallel_linear_ce(input, linear_weight, target, reduction="sum", **options)
-
-
-def without_unsupported(
-    input: Any, linear_weight: Any, target: Any, support: Any, ignore_index: int, ranks: Ranks, vocab_group: VocabGroup
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the targets, `ignore_index` where one is not in the token's support, and the metric of how many are not.
-
-    A target that is no class stays, so that the operators refuse it. A support without ids has all classes.
-    """
-    if support is None:
-        return target, {}
-    check_batch(input, linear_weight, target, ignore_index)
-    check_tensor("support", support, INTEGERS, KINDS[INTEGERS])
-    if support.dim() != 3 or support.shape[:2] != target.shape:
-        expected = f"({target.shape[0]}, {target.shape[1]}, L) (that of target, and L ids)"
-        raise ValueError(f"support: expected shape {expected}, got {tuple(support.shape)}")
-    check_same("support", support, "target", target)
-    num_classes = own_classes(linear_weight, vocab_group).get("num_classes", linear_weight.shape[0])
-    outside = outside_support(target, support, ignore_index, num_classes)
-    classes = target.long()
-    num_outside = sum_over(ranks.tokens, outside.sum(dtype=torch.float32))
-    num_tokens = sum_over(ranks.tokens, (classes != ignore_index).sum())
-    return classes.masked_fill(outside, ignore_index), {"outside_support": num_outside / denominator_of(num_tokens)}
 
 
 def check_per_sequence(
@@ -299,36 +267,28 @@ class Sequences:
 
 
 def make_sequences(
-    input: Any,
-    linear_weight: Any,
-    target: Any,
-    ignore_index: int,
-    sequence_ids: Any,
-    count: int | None = None,
-    pair_order: str | None = None,
-    *,
+    input: Tensor, target: Tensor, ignore_index: int, sequence_ids: Any, count: int | None, order: str | None,
     ranks: Ranks,
-) -> Sequences:
-    """Check a batch and return its sequences, in pairs if these have an order.
+) -> Sequences:  # fmt: skip
+    """Return the sequences of a checked batch, in pairs if these have an order.
 
     `count` is the number of sequences in a packed batch if an argument gives it.
     """
-    check_batch(input, linear_weight, target, ignore_index)
     B = target.shape[0]
     mask = target.long() != ignore_index  # int32 would wrap an index that it does not hold
     if sequence_ids is None:
-        if pair_order is not None and B % 2:
+        if order is not None and B % 2:
             raise ValueError(f"input: expected an even number of sequences, a chosen and a rejected a pair, got {B}")
-        return Sequences.from_rows(mask, pair_order).shared_by(ranks)
+        return Sequences.from_rows(mask, order).shared_by(ranks)
     check_per_token("sequence_ids", sequence_ids, target, INTEGERS)
     if B != 1:
         raise ValueError(f"sequence_ids: expected input of shape [1, T, H] with it, got {tuple(input.shape)}")
-    if count is not None and pair_order is not None and count % 2:
+    if count is not None and order is not None and count % 2:
         raise ValueError(f"num_sequences: expected an even number, a chosen and a rejected a pair, got {count}")
-    if count is None and pair_order == "halves":
+    if count is None and order == "halves":
         raise ValueError("num_sequences: expected the number of sequences with pair_order 'halves', got None")
     check_count_known(count, ranks)
-    return Sequences.from_ids(mask, sequence_ids, count, pair_order).shared_by(ranks)
+    return Sequences.from_ids(mask, sequence_ids, count, order).shared_by(ranks)
 
 
 def resolve_pair_order(pair_order: str | None, sequence_ids: Tensor | None) -> str:
@@ -361,71 +321,107 @@ def resolve_num_sequences(num_sequences: int | None, name: str, sequence_values:
     return given if num_sequences is None else num_sequences
 
 
+def make_head(arguments: Mapping[str, Any]) -> Head:
+    """Return the projection of a function's arguments, on this rank of a `vocab_group`."""
+    return Head.of(arguments, **own_classes(arguments["linear_weight"], arguments.get("vocab_group")))
+
+
+def cross_entropy_sum(head: Head, target: Tensor, **options: Any) -> Tensor:
+    """Return the cross entropy at temperature 1, summed over tokens, with options of `fused_linear_ce`."""
+    head = head.without_scale()
+    if head.group_name:
+        given = head.arguments(without=("temperature", "logit_scale"))
+        return vocab_parallel_linear_ce(target=target, reduction="sum", **given, **options)
+    given = head.arguments(without=("temperature", "logit_scale", *VocabSlice.__annotations__))
+    return fused_linear_ce(target=target, reduction="sum", **given, **options)
+
+
 @dataclass(frozen=True)
-class Head:
-    """The projection to the vocabulary with its options."""
+class Batch:
+    """A batch of sequences: its tokens, and the projection of their hidden states `[B, S, H]`."""
 
-    linear_weight: Tensor  # [V, H]
-    linear_bias: Tensor | None  # [V]
-    temperature: float
-    logit_scale: float
-    softcap: float
-    ignore_index: int
-    skip_ignored: bool
-    chunk_size: int
-    logits_dtype: torch.dtype | None
-    vocab_group: VocabGroup
+    head: Head
+    target: Tensor  # [B, S]
+    sequences: Sequences
+    support: Tensor | None  # [B, S, L]
+    outside: dict[str, Tensor]  # the metric of the targets that are not in their supports, if there are these
 
-    def logprobs(self, input: Tensor, target: Tensor, support: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], counted_by: str = "num_sequences", in_pairs: bool = False) -> "Batch":
+        """Check what the arguments of a function have in common with those of others, and return it.
+
+        Args:
+            arguments: The function's arguments by their names, of which it has those of this kind that it offers.
+            counted_by: The argument with one value for each sequence, whose length is the number of sequences.
+            in_pairs: Two sequences are a pair, a chosen and a rejected one.
+        """
+        ranks = make_ranks(arguments["group"], arguments.get("context_group"))
+        count = resolve_num_sequences(arguments.get("num_sequences"), counted_by, arguments.get(counted_by))
+        ids, support = arguments.get("sequence_ids"), arguments.get("support")
+        order = resolve_pair_order(arguments["pair_order"], ids) if in_pairs else None
+        check_batch(*(arguments[name] for name in (*BATCH, "ignore_index")))
+        head, target, outside = make_head(arguments), arguments["target"], {}
+        if support is not None:
+            target, outside = _without_unsupported(head, target, support, ranks)
+        sequences = make_sequences(head.input, target, head.ignore_index, ids, count, order, ranks)
+        return cls(head, target, sequences, support, outside)
+
+    def logprobs(self, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the targets' log-probabilities and the entropies, float32, 0 where a token does not count."""
-        return linear_logprobs(
-            input,
-            self.linear_weight,
-            target,
-            linear_bias=self.linear_bias,
-            temperature=self.temperature,
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-            ignore_index=self.ignore_index,
-            skip_ignored=self.skip_ignored,
-            chunk_size=self.chunk_size,
-            logits_dtype=self.logits_dtype,
-            support=support,
-            **own_classes(self.linear_weight, self.vocab_group),
-        )
+        target = self.target if target is None else target
+        return linear_logprobs(target=target, support=self.support, **self.head.arguments())
 
-    def log_sum_sq_probs(self, input: Tensor, target: Tensor, logprobs: Tensor) -> Tensor:
+    def with_head(self, **changes: Any) -> "Batch":
+        return replace(self, head=replace(self.head, **changes))
+
+    def log_sum_sq_probs(self, logprobs: Tensor) -> Tensor:
         """Compute log sum_v p_v^2 of each token from the targets' log-probabilities, detached, with one product more.
 
         With logits z it is logsumexp(2z) - 2 logsumexp(z): twice the target's log-probability, less that at half the
         temperature. 0 where a token does not count.
         """
         with torch.no_grad():
-            sharper, _ = replace(self, temperature=self.temperature / 2).logprobs(input, target)
+            sharper, _ = self.with_head(temperature=self.head.temperature / 2).logprobs()
         return 2 * logprobs.detach() - sharper
 
-    def supports_groups(self, sequences: Sequences) -> bool:
-        """Return True if `preference` takes the batch: whole sequences in rows, and no DTensor."""
-        return sequences.ids is None and not sequences.ranks.context and not is_sharded(self.linear_weight)
+    def reference_logps(self, arguments: Mapping[str, Any], total: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the reference model's log-probabilities `[slots]`: `ref_logps`, or the `total` of those of tokens.
 
-    def preference(
-        self,
-        input: Tensor,
-        target: Tensor,
-        ref_logps: Tensor | None,
-        sequences: Sequences,
-        *,
-        token_weight: Tensor | None = None,
-        nll_weight: Tensor | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        Either they are given, or the model's hidden states and projection.
+        """
+        names = ("ref_input", "ref_linear_weight", "ref_linear_bias")
+        logps, (hidden, weight, bias) = arguments["ref_logps"], (arguments[name] for name in names)
+        if logps is not None:
+            for name in names:
+                if arguments[name] is not None:
+                    kind = type(arguments[name]).__name__
+                    raise ValueError(f"{name}: expected None beside ref_logps, got a {kind}")
+            check_per_sequence("ref_logps", logps, self.sequences.slots, self.target)
+            return logps.detach().float()
+        _check_reference(self.head, hidden, weight, bias)
+        bias = None if bias is None else bias.detach()
+        model = self.with_head(input=hidden.detach(), linear_weight=weight.detach(), linear_bias=bias)
+        return total(model.logprobs()[0]).detach().float()
+
+    @property
+    def in_rows(self) -> bool:
+        """True if each row has a whole sequence."""
+        return self.sequences.ids is None and not self.sequences.ranks.context
+
+    @property
+    def supports_groups(self) -> bool:
+        """True if `preference` takes the batch: whole sequences in rows, and no DTensor."""
+        return self.in_rows and not is_sharded(self.head.linear_weight)
+
+    def preference(self, ref_logps: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Call `fused_linear_preference` with pairs for groups, or single sequences where these are in no pairs.
 
-        Arguments are `[B]` or `[B, S]`. Return the loss, a sum over groups of this rank alone, log-probabilities and
-        entropies.
+        Tensors with a value for each sequence or token are `[B]` or `[B, S]`. Return the loss, a sum over groups on all
+        ranks, log-probabilities and entropies.
         """
-        group_size = 1 if sequences.pair_order is None else 2
-        groups, by_halves = target.shape[0] // group_size, sequences.pair_order == "halves"
+        order = self.sequences.pair_order
+        group_size = 1 if order is None else 2
+        groups, by_halves = self.target.shape[0] // group_size, order == "halves"
 
         def to_groups(values: Tensor) -> Tensor:
             if by_halves:
@@ -435,76 +431,47 @@ class Head:
         def from_groups(values: Tensor) -> Tensor:
             return (values.transpose(0, 1) if by_halves else values).flatten(0, 1)
 
-        tensors = {"ref_logps": ref_logps, "token_weight": token_weight, "nll_weight": nll_weight}
-        given: dict[str, Any] = {name: to_groups(values) for name, values in tensors.items() if values is not None}
-        loss, logprobs, entropy = fused_linear_preference(
-            to_groups(input),
-            self.linear_weight,
-            to_groups(target),
-            linear_bias=self.linear_bias,
-            temperature=self.temperature,
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-            ignore_index=self.ignore_index,
-            skip_ignored=self.skip_ignored,
-            chunk_size=self.chunk_size,
-            logits_dtype=self.logits_dtype,
-            **given,
-            **options,
-            **own_classes(self.linear_weight, self.vocab_group),
-        )
-        return loss, from_groups(logprobs), from_groups(entropy)
+        options["ref_logps"] = ref_logps
+        for name in ("ref_logps", "token_weight", "nll_weight"):
+            if options.get(name) is not None:
+                options[name] = to_groups(options[name])
+        head = replace(self.head, input=to_groups(self.head.input))
+        loss, logprobs, entropy = fused_linear_preference(target=to_groups(self.target), **head.arguments(), **options)
+        return sum_over(self.sequences.ranks.sequences, loss), from_groups(logprobs), from_groups(entropy)
 
-    def policy(
-        self, input: Tensor, target: Tensor, terms: PolicyTerms, sequences: Sequences, support: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def policy(self, terms: PolicyTerms) -> tuple[Tensor, Tensor, Tensor]:
         """Call `fused_linear_policy`, or compute the loss from `logprobs` where it does not take the batch.
 
         Return the loss, a sum over all ranks, and the detached log-probabilities and entropies `[B, S]`.
         """
-        by_tokens = terms.options.importance_sampling_level == "token"
-        in_rows = sequences.ids is None and not sequences.ranks.context
-        if is_sharded(input, self.linear_weight, target) or not (by_tokens or in_rows):
-            logprobs, entropy = self.logprobs(input, target, support)
-            return sequences.total(terms.loss(logprobs, entropy)), logprobs.detach(), entropy.detach()
+        head, by_tokens = self.head, terms.options.importance_sampling_level == "token"
+        if is_sharded(head.input, head.linear_weight, self.target) or not (by_tokens or self.in_rows):
+            logprobs, entropy = self.logprobs()
+            return self.sequences.total(terms.loss(logprobs, entropy)), logprobs.detach(), entropy.detach()
         loss, logprobs, entropy = fused_linear_policy(
-            input,
-            self.linear_weight,
-            target,
-            linear_bias=self.linear_bias,
-            advantages=terms.advantages,
-            token_weight=terms.weight,
-            old_logps=terms.old_logps,
-            ref_logps=terms.ref_logps,
-            kl_weight=terms.kl_weight,
-            entropy_weight=terms.entropy_weight,
-            temperature=self.temperature,
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-            ignore_index=self.ignore_index,
-            skip_ignored=self.skip_ignored,
-            chunk_size=self.chunk_size,
-            logits_dtype=self.logits_dtype,
-            support=support,
-            **terms.options._asdict(),
-            **own_classes(self.linear_weight, self.vocab_group),
-        )
-        return sequences.total(loss), logprobs, entropy
-
-    def scaled(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return an input and a bias that give the scaled logits, for operators that have no scale."""
-        return scaled(self.logit_scale, input, self.linear_bias)
-
-    def reference(self, linear_weight: Tensor, linear_bias: Tensor | None) -> "Head":
-        bias = None if linear_bias is None else linear_bias.detach()
-        return replace(self, linear_weight=linear_weight.detach(), linear_bias=bias)
+            target=self.target, advantages=terms.advantages, token_weight=terms.weight, old_logps=terms.old_logps,
+            ref_logps=terms.ref_logps, kl_weight=terms.kl_weight, entropy_weight=terms.entropy_weight,
+            support=self.support, **terms.options._asdict(), **head.arguments(),
+        )  # fmt: skip
+        return self.sequences.total(loss), logprobs, entropy
 
 
-def scaled(logit_scale: float, input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return an input and a bias whose logits are `logit_scale` times what those of these are."""
-    if logit_scale == 1.0:
-        return input, bias
-    return input * logit_scale, None if bias is None else bias * logit_scale
+def _without_unsupported(head: Head, target: Tensor, support: Any, ranks: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the targets, `ignore_index` where one is not in the token's support, and the metric of how many are not.
+
+    A target that is no class stays, so that the operators refuse it. A support without ids has all classes.
+    """
+    check_tensor("support", support, INTEGERS, KINDS[INTEGERS])
+    if support.dim() != 3 or support.shape[:2] != target.shape:
+        expected = f"({target.shape[0]}, {target.shape[1]}, L) (that of target, and L ids)"
+        raise ValueError(f"support: expected shape {expected}, got {tuple(support.shape)}")
+    check_same("support", support, "target", target)
+    outside = outside_support(target, support, head.ignore_index, head.all_classes)
+    classes = target.long()
+    num_outside = sum_over(ranks.tokens, outside.sum(dtype=torch.float32))
+    num_tokens = sum_over(ranks.tokens, (classes != head.ignore_index).sum())
+    metric = {"outside_support": num_outside / denominator_of(num_tokens)}
+    return classes.masked_fill(outside, head.ignore_index), metric
 
 
 def mean_over_tokens(values: Tensor, sequences: Sequences) -> Tensor:
@@ -512,34 +479,20 @@ def mean_over_tokens(values: Tensor, sequences: Sequences) -> Tensor:
     return sum_over(sequences.ranks.tokens, values.sum()) / denominator_of(sequences.num_tokens())
 
 
-def check_reference(
-    input: Tensor,
-    linear_weight: Tensor,
-    ref_logps: Tensor | None,
-    ref_input: Tensor | None,
-    ref_linear_weight: Tensor | None,
-    ref_linear_bias: Tensor | None,
-) -> None:
-    """Check that either the reference model's log-probabilities or its hidden states and projection are given."""
-    hidden = {"ref_input": ref_input, "ref_linear_weight": ref_linear_weight}
-    if ref_logps is not None:
-        for name, value in (*hidden.items(), ("ref_linear_bias", ref_linear_bias)):
-            if value is not None:
-                raise ValueError(f"{name}: expected None beside ref_logps, got a {type(value).__name__}")
-        return
+def _check_reference(head: Head, ref_input: Any, ref_linear_weight: Any, ref_linear_bias: Any) -> None:
+    """Check the reference model's hidden states and projection."""
     if ref_input is None and ref_linear_weight is None:
         raise ValueError(
             "ref_logps: expected log-probabilities of the reference model, one for each sequence, or in their place "
             "ref_input and ref_linear_weight, got None"
         )
-    for name, value in hidden.items():
+    for name, value in (("ref_input", ref_input), ("ref_linear_weight", ref_linear_weight)):
         if value is None:
             raise ValueError(f"{name}: expected a tensor where ref_logps is None, got None")
         check_is_tensor(name, value)
-    check_other_model(input, ref_input, ref_linear_weight, ref_linear_bias, "ref_")
-    assert ref_linear_weight is not None
-    if ref_linear_weight.shape[0] != linear_weight.shape[0]:
-        classes, got = linear_weight.shape[0], ref_linear_weight.shape[0]
+    check_other_model(head.input, ref_input, ref_linear_weight, ref_linear_bias, "ref_")
+    if ref_linear_weight.shape[0] != head.linear_weight.shape[0]:
+        classes, got = head.linear_weight.shape[0], ref_linear_weight.shape[0]
         raise ValueError(f"ref_linear_weight: expected the classes of linear_weight, {classes}, got {got}")
 
 

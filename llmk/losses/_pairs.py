@@ -15,6 +15,7 @@ from llmk.losses._batch import Sequences, check_denominator, denominator_of
 from llmk.losses._ranks import sum_over
 from llmk.ops.linear_loss.objectives.preference import LOSSES as GROUP_LOSSES
 from llmk.ops.linear_loss.objectives.preference import LossOptions
+from llmk.registry import FromArguments
 
 
 @dataclass(frozen=True)
@@ -84,37 +85,49 @@ def pair_losses(name: str, pairs: Pairs, options: LossOptions) -> Tensor:
     return loss.value(options, *(pairs.mean_rewards if loss.length_normalized else pairs.rewards))
 
 
-def check_pair_denominators(num_items: Tensor | float | None, num_chosen_tokens: Tensor | float | None) -> None:
-    check_denominator("num_items_in_batch", num_items)
-    check_denominator("num_chosen_tokens_in_batch", num_chosen_tokens)
+@dataclass(frozen=True, kw_only=True)
+class PairItems(FromArguments):
+    """What means of pairs, and of their chosen tokens, divide by; None for the batch's own numbers."""
+
+    num_items_in_batch: Tensor | float | None
+    num_chosen_tokens_in_batch: Tensor | float | None
+
+    def __post_init__(self) -> None:
+        check_denominator("num_items_in_batch", self.num_items_in_batch)
+        check_denominator("num_chosen_tokens_in_batch", self.num_chosen_tokens_in_batch)
+
+    def pairs(self, sequences: Sequences) -> Tensor | float:
+        """Return the number of pairs, or 1 for 0."""
+        given = self.num_items_in_batch
+        return denominator_of(sequences.num_sequences(in_pairs=True) if given is None else given)
+
+    def chosen_tokens(self, sequences: Sequences) -> Tensor | float:
+        """Return the number of chosen tokens, or 1 for 0."""
+        if self.num_chosen_tokens_in_batch is not None:
+            return denominator_of(self.num_chosen_tokens_in_batch)
+        lengths, _ = sequences.halves(sequences.lengths)
+        return denominator_of(sum_over(sequences.ranks.sequences, lengths.sum()))
 
 
-def _num_chosen_tokens(sequences: Sequences, num_tokens: Tensor | float | None) -> Tensor | float:
-    """Return `num_tokens`, or the number of chosen tokens, or 1 for 0."""
-    lengths, _ = sequences.halves(sequences.lengths)
-    return denominator_of(sum_over(sequences.ranks.sequences, lengths.sum()) if num_tokens is None else num_tokens)
-
-
-def chosen_nll(token_logps: Tensor, sequences: Sequences, num_tokens: Tensor | float | None = None) -> Tensor:
-    """Return the negative log-likelihood of the chosen tokens, divided by `num_tokens` or by their number."""
+def chosen_nll(token_logps: Tensor, sequences: Sequences, items: PairItems) -> Tensor:
+    """Return the mean negative log-likelihood of the chosen tokens."""
     chosen, _ = sequences.halves(sequences.sum(token_logps))
-    return -sum_over(sequences.ranks.sequences, chosen.sum()) / _num_chosen_tokens(sequences, num_tokens)
+    return -sum_over(sequences.ranks.sequences, chosen.sum()) / items.chosen_tokens(sequences)
 
 
-def chosen_nll_weight(sequences: Sequences, coef: float, num_tokens: Tensor | float | None = None) -> Tensor | None:
+def chosen_nll_weight(sequences: Sequences, coef: float, items: PairItems) -> Tensor | None:
     """Return weights `[B, S]` of a padded batch with which `coef * chosen_nll` is a sum over tokens."""
     if coef == 0.0:
         return None
-    weight = sequences.lengths.new_full((), coef) / _num_chosen_tokens(sequences, num_tokens)
+    weight = sequences.lengths.new_full((), coef) / items.chosen_tokens(sequences)
     each = weight.expand(sequences.slots // 2)
     return sequences.joined(each, torch.zeros_like(each)).unsqueeze(-1).expand(sequences.mask.shape)
 
 
-def pair_weights(sequences: Sequences, coefs: list[float], num_items: Tensor | float | None) -> Tensor:
-    """Return weights `[coefs, P]` of a padded batch, each coefficient over the number of pairs or `num_items`."""
+def pair_weights(sequences: Sequences, coefs: list[float], items: PairItems) -> Tensor:
+    """Return weights `[coefs, P]` of a padded batch, with which coefficients times means are a sum over pairs."""
     pairs = sequences.slots // 2
-    denominator = denominator_of(sequences.num_sequences(in_pairs=True) if num_items is None else num_items)
-    return torch.stack([sequences.lengths.new_full((pairs,), coef) for coef in coefs]) / denominator
+    return torch.stack([sequences.lengths.new_full((pairs,), coef) for coef in coefs]) / items.pairs(sequences)
 
 
 def reward_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor, sequences: Sequences) -> dict[str, Tensor]:

@@ -4,8 +4,9 @@ Reference implementation: `trl.trainer.grpo_trainer`, https://github.com/hugging
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +14,16 @@ from torch import Tensor
 from llmk.losses._batch import Sequences, check_denominator, denominator_of
 from llmk.losses._ranks import sum_over
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
-from llmk.registry import LARGEST, check_flag, check_number
+from llmk.registry import LARGEST, FromArguments, check_flag, check_number
 
 
-class Totals(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Totals(FromArguments):
     """Denominators of the losses, None for those of the batch."""
 
-    num_items: Tensor | float | None = None
+    num_items_in_batch: Tensor | float | None = None
     max_completion_length: int | None = None
-    num_sequences: Tensor | float | None = None
+    num_sequences_in_batch: Tensor | float | None = None
     count_empty_sequences: bool = True
 
 
@@ -32,8 +34,8 @@ def token_denominator(num_items: Tensor | float | None, sequences: Sequences) ->
 
 def _sequence_denominator(sequences: Sequences, totals: Totals) -> Tensor | float:
     """Return the number of sequences, or of those with a token that counts, or 1 for 0."""
-    if totals.num_sequences is not None:
-        return denominator_of(totals.num_sequences)
+    if totals.num_sequences_in_batch is not None:
+        return denominator_of(totals.num_sequences_in_batch)
     if totals.count_empty_sequences:
         return denominator_of(sequences.num_sequences())
     return denominator_of(sum_over(sequences.ranks.sequences, (sequences.lengths > 0).sum()))
@@ -63,7 +65,7 @@ def _over_constant_length(sequences: Sequences, totals: Totals) -> Tensor:
 
 def _over_all_items(sequences: Sequences, totals: Totals) -> Tensor:
     """Mean over the tokens of all batches of a step: Yu et al., DAPO, 2025, https://arxiv.org/abs/2503.14476, eq. 8."""
-    return sequences.mask.float() / token_denominator(totals.num_items, sequences)
+    return sequences.mask.float() / token_denominator(totals.num_items_in_batch, sequences)
 
 
 class PolicyType(NamedTuple):
@@ -101,10 +103,11 @@ AGGREGATIONS = {
 """How the losses of tokens become one, whatever the loss type."""
 
 
-def check_totals(name: str, sequences: Sequences, totals: Totals) -> None:
-    """Check the denominators of the aggregation or loss type `name`."""
-    check_denominator("num_items_in_batch", totals.num_items)
-    check_denominator("num_sequences_in_batch", totals.num_sequences)
+def aggregation_weights(name: str, sequences: Sequences, arguments: Mapping[str, Any]) -> Tensor:
+    """Return weights `[B, S]` of the tokens by an aggregation or loss type, with the totals of these arguments."""
+    totals = Totals.of(arguments)
+    check_denominator("num_items_in_batch", totals.num_items_in_batch)
+    check_denominator("num_sequences_in_batch", totals.num_sequences_in_batch)
     length = totals.max_completion_length
     if length is not None:
         check_number("max_completion_length", length, 1, LARGEST, "a number of at least 1")
@@ -112,15 +115,17 @@ def check_totals(name: str, sequences: Sequences, totals: Totals) -> None:
     by = "sequence_ids" if sequences.ids is not None else "a group of ranks" if sequences.ranks.tokens else ""
     if length is None and by and name in ("constant", "dr_grpo"):
         raise ValueError(f"max_completion_length: expected a number with {name!r} and {by}, got None")
+    weights = AGGREGATIONS[name] if name in AGGREGATIONS else TYPES[name].weights
+    return weights(sequences, totals)
 
 
 class VespoOptions(NamedTuple):
-    k_pos: float
-    lambda_pos: float
-    k_neg: float
-    lambda_neg: float
-    max_log_ratio: float
-    """The bound of a token's log-ratio."""
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
+    max_log_ratio: float | None
+    """The bound of a token's log-ratio, `MAX_LOG_RATIO` at most."""
 
 
 _MIN_LOG_RATIO, MAX_LOG_RATIO = math.log(1e-8), 20.0
@@ -133,13 +138,15 @@ def vespo_weight(
 
     VESPO, 2026, as TRL has it: logarithms are clamped, and a correction for the sampler is part of w.
     """
-    log_w = sequences.sum(log_ratio.clamp(-options.max_log_ratio, options.max_log_ratio))
+    bound = MAX_LOG_RATIO if options.max_log_ratio is None else min(options.max_log_ratio, MAX_LOG_RATIO)
+    log_w = sequences.sum(log_ratio.clamp(-bound, bound))
     if correction is not None:
         log_w = log_w + sequences.sum(correction.log().clamp(_MIN_LOG_RATIO, MAX_LOG_RATIO))
     log_w = sequences.expand_to_tokens(log_w.clamp(_MIN_LOG_RATIO, MAX_LOG_RATIO))
     positive = advantages >= 0
-    k = torch.where(positive, torch.full_like(advantages, options.k_pos), options.k_neg)
-    scale = torch.where(positive, torch.full_like(advantages, options.lambda_pos), options.lambda_neg).clamp(min=1e-4)
+    k = torch.where(positive, torch.full_like(advantages, options.vespo_k_pos), options.vespo_k_neg)
+    scale = torch.where(positive, torch.full_like(advantages, options.vespo_lambda_pos), options.vespo_lambda_neg)
+    scale = scale.clamp(min=1e-4)
     return torch.exp(scale + k * log_w - scale * log_w.exp()).nan_to_num(0.0, 0.0, 0.0)
 
 

@@ -1,34 +1,21 @@
 """Losses of pairs without a reference model: CPO, SimPO and ORPO."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._batch import (
-    Head,
-    Sequences,
-    VocabGroup,
-    check_between,
-    check_positive,
-    make_sequences,
-    resolve_num_sequences,
-    resolve_pair_order,
-)
-from llmk.losses._pairs import (
-    check_pair_denominators,
-    chosen_nll,
-    chosen_nll_weight,
-    pair_weights,
-    reward_metrics,
-)
-from llmk.losses._ranks import make_ranks, sum_over
+from llmk.losses._batch import Batch, Sequences, VocabGroup, check_between, check_positive
+from llmk.losses._pairs import PairItems, chosen_nll, chosen_nll_weight, pair_weights, reward_metrics
 from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions, log_odds
-from llmk.registry import check_finite, check_option
+from llmk.registry import check_finite, check_option, from_arguments, with_arguments
 
 
+@with_arguments
 def cpo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     beta: float = 0.1, cpo_alpha: float = 1.0, label_smoothing: float = 0.0, loss_type: str = "sigmoid",
     num_items_in_batch: Tensor | float | None = None, num_chosen_tokens_in_batch: Tensor | float | None = None,
@@ -80,61 +67,55 @@ def cpo(
     check_finite("alpha", alpha)
     check_between("label_smoothing", label_smoothing, 0.0, 1.0)
     check_option("loss_type", loss_type, _TYPES)
-    check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
-    ranks = make_ranks(group, context_group)
-    count = resolve_num_sequences(num_sequences, "num_sequences", None)
-    order = resolve_pair_order(pair_order, sequence_ids)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, order, ranks=ranks)
-    head = Head(
-        linear_weight,
-        linear_bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        skip_ignored,
-        chunk_size,
-        logits_dtype,
-        vocab_group,
-    )
-    options = LossOptions(beta, label_smoothing, simpo_gamma if loss_type == "simpo" else 0.0)
-    name, num_items = "cpo" if loss_type == "sigmoid" else loss_type, (num_items_in_batch, num_chosen_tokens_in_batch)
-    if alpha == 0.0 and head.supports_groups(sequences):
-        loss, token_logps = _fused_loss(head, input, target, sequences, name, options, 1.0, cpo_alpha, *num_items)
-        logps = _sequence_logps(token_logps, sequences, name)
-        chosen, rejected = sequences.halves(logps)
-        nll = chosen_nll(token_logps, sequences, num_chosen_tokens_in_batch)
-    else:
-        token_logps, _ = head.logprobs(input, target)
-        logps = _sequence_logps(token_logps, sequences, name)
-        chosen, rejected = sequences.halves(logps if alpha == 0.0 else -torch.expm1(-alpha * logps) / alpha)
-        losses = LOSSES[name].value(options, chosen, rejected)
-        nll = chosen_nll(token_logps, sequences, num_chosen_tokens_in_batch)
-        mean = sequences.mean(losses, num_items_in_batch, in_pairs=True)
-        loss = sequences.checked(mean + cpo_alpha * nll)
+    items = PairItems.of(arguments)
+    batch = Batch.of(arguments, in_pairs=True)
+    options = from_arguments(LossOptions, arguments, simpo_gamma=simpo_gamma if loss_type == "simpo" else 0.0)
+    name, sequences = "cpo" if loss_type == "sigmoid" else loss_type, batch.sequences
+
+    def reward(logps: Tensor) -> Tensor:
+        return logps if alpha == 0.0 else -torch.expm1(-alpha * logps) / alpha
+
+    loss, token_logps = _pairs_and_nll(batch, name, options, items, (1.0, cpo_alpha), reward if alpha != 0.0 else None)
+    logps = _sequence_logps(token_logps, sequences, name)
+    chosen, rejected = sequences.halves(reward(logps))
+    nll = chosen_nll(token_logps, sequences, items)
     return loss, {**reward_metrics(beta * chosen, beta * rejected, logps, sequences), "nll_loss": nll.detach()}
 
 
 _TYPES = ("sigmoid", "hinge", "ipo", "simpo")
 
 
-def _fused_loss(
-    head: Head, input: Tensor, target: Tensor, sequences: Sequences, name: str, options: LossOptions, coef: float,
-    nll_coef: float, num_items: Tensor | float | None, num_chosen_tokens: Tensor | float | None,
+def _pairs_and_nll(
+    batch: Batch, name: str, options: LossOptions, items: PairItems, coefs: tuple[float, float],
+    reward: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return `coef` times the mean over pairs plus `nll_coef` times the NLL, and the tokens' log-probabilities."""
-    loss, token_logps, _ = head.preference(
-        input, target, None, sequences, nll_weight=chosen_nll_weight(sequences, nll_coef, num_chosen_tokens),
-        group_weight=pair_weights(sequences, [coef], num_items)[0], loss_type=name, **options._asdict(),
-    )  # fmt: skip
-    return sum_over(sequences.ranks.sequences, loss), token_logps
+    """Return the mean over pairs and the NLL, times their coefficients, and the tokens' log-probabilities.
+
+    A reward is a function of a sequence's log-probability, which is the reward itself if it is None.
+    """
+    sequences, (coef, nll_coef) = batch.sequences, coefs
+    if reward is None and batch.supports_groups:
+        loss, token_logps, _ = batch.preference(
+            nll_weight=chosen_nll_weight(sequences, nll_coef, items),
+            group_weight=pair_weights(sequences, [coef], items)[0],
+            loss_type=name,
+            **options._asdict(),
+        )
+        return loss, token_logps
+    token_logps, _ = batch.logprobs()
+    rewards = _sequence_logps(token_logps, sequences, name)
+    losses = LOSSES[name].value(options, *sequences.halves(rewards if reward is None else reward(rewards)))
+    mean = sequences.mean(losses, items.num_items_in_batch, in_pairs=True)
+    return sequences.checked(coef * mean + nll_coef * chosen_nll(token_logps, sequences, items)), token_logps
 
 
 def _sequence_logps(token_logps: Tensor, sequences: Sequences, name: str) -> Tensor:
     return sequences.token_means(token_logps) if LOSSES[name].length_normalized else sequences.sum(token_logps)
 
 
+@with_arguments
 def simpo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     num_items_in_batch: Tensor | float | None = None,
     beta: float = 2.0, simpo_gamma: float = 0.5, label_smoothing: float = 0.0, linear_bias: Tensor | None = None,
@@ -171,18 +152,12 @@ def simpo(
     Sources: Meng et al., 2024, https://arxiv.org/abs/2405.14734, equation 6. Reference implementation:
     `trl.experimental.cpo.CPOTrainer` with `loss_type="simpo"` and `cpo_alpha=0`.
     """
-    return cpo(
-        input, linear_weight, target, beta=beta, cpo_alpha=0.0, label_smoothing=label_smoothing, loss_type="simpo",
-        simpo_gamma=simpo_gamma, linear_bias=linear_bias, temperature=temperature, logit_scale=logit_scale,
-        softcap=softcap, num_items_in_batch=num_items_in_batch,
-        ignore_index=ignore_index, skip_ignored=skip_ignored, chunk_size=chunk_size,
-        logits_dtype=logits_dtype, sequence_ids=sequence_ids,
-        num_sequences=num_sequences, pair_order=pair_order, group=group, context_group=context_group,
-        vocab_group=vocab_group,
-    )  # fmt: skip
+    return cpo(**arguments, cpo_alpha=0.0, loss_type="simpo")
 
 
+@with_arguments
 def orpo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     num_items_in_batch: Tensor | float | None = None, num_chosen_tokens_in_batch: Tensor | float | None = None,
     beta: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
@@ -222,38 +197,16 @@ def orpo(
     `trl.experimental.orpo.ORPOTrainer`.
     """
     check_positive("beta", beta)
-    check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
-    ranks = make_ranks(group, context_group)
-    count = resolve_num_sequences(num_sequences, "num_sequences", None)
-    order = resolve_pair_order(pair_order, sequence_ids)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, order, ranks=ranks)
-    head = Head(
-        linear_weight,
-        linear_bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        skip_ignored,
-        chunk_size,
-        logits_dtype,
-        vocab_group,
-    )
-    options = LossOptions()
-    num_items = num_items_in_batch, num_chosen_tokens_in_batch
-    if head.supports_groups(sequences):
-        loss, token_logps = _fused_loss(head, input, target, sequences, "orpo", options, beta, 1.0, *num_items)
-    else:
-        token_logps, _ = head.logprobs(input, target)
-        losses = LOSSES["orpo"].value(options, *sequences.halves(sequences.token_means(token_logps)))
-        nll = chosen_nll(token_logps, sequences, num_chosen_tokens_in_batch)
-        loss = sequences.checked(nll + beta * sequences.mean(losses, num_items_in_batch, in_pairs=True))
+    items = PairItems.of(arguments)
+    batch = Batch.of(arguments, in_pairs=True)
+    sequences = batch.sequences
+    loss, token_logps = _pairs_and_nll(batch, "orpo", LossOptions(), items, (beta, 1.0))
     logps = sequences.token_means(token_logps.detach())
     chosen, rejected = sequences.halves(logps)
     odds = log_odds(chosen, rejected)
     metrics = {
         **reward_metrics(beta * chosen, beta * rejected, logps, sequences),
-        "nll_loss": chosen_nll(token_logps.detach(), sequences, num_chosen_tokens_in_batch),
+        "nll_loss": chosen_nll(token_logps.detach(), sequences, items),
         "log_odds_ratio": sequences.mean(F.logsigmoid(odds), in_pairs=True),
         "log_odds_chosen": sequences.mean(odds, in_pairs=True),
     }

@@ -1,7 +1,7 @@
 """Distillation from teachers' hidden states, from their top-k log-probabilities of each token, or from both."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from llmk.losses._batch import (
     INTEGERS,
     NUMBERS,
-    Head,
+    Batch,
     Sequences,
     VocabGroup,
     check_between,
@@ -22,21 +22,21 @@ from llmk.losses._batch import (
     check_tensor,
     cross_entropy_sum,
     denominator_of,
-    make_sequences,
     mean_over_tokens,
-    own_classes,
-    scaled,
 )
 from llmk.losses._policy import token_denominator
-from llmk.losses._ranks import make_ranks
+from llmk.ops.linear_loss.chunked import VocabSlice
 from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
+from llmk.ops.linear_loss.head import scaled
 from llmk.ops.linear_loss.objectives.topk_divergence import NOT_THERE, topk_divergence
-from llmk.registry import check_finite, check_flag, check_not_negative, check_same, is_sharded
+from llmk.registry import check_finite, check_flag, check_not_negative, check_same, is_sharded, with_arguments
 
 
+@with_arguments
 def distill(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, teacher_input: Tensor | Sequence[Tensor],
     teacher_linear_weight: Tensor | Sequence[Tensor], *, beta: float = 0.5, ce_weight: float = 0.0,
     token_weights: Tensor | None = None, num_items_in_batch: Tensor | float | None = None,
@@ -112,117 +112,125 @@ def distill(
     check_flag("add_tail", add_tail)
     if teacher_weight is not None:
         check_tensor("teacher_weight", teacher_weight, NUMBERS, "numbers")
-    sequences = make_sequences(input, linear_weight, target, ignore_index, None, ranks=make_ranks(group))
-    teachers = _teachers(
-        target, temperature, teacher_input=teacher_input, teacher_linear_weight=teacher_linear_weight,
-        teacher_linear_bias=teacher_linear_bias, teacher_temperature=teacher_temperature,
-        teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap, vocab_map=vocab_map,
-    )  # fmt: skip
-    topk = _topk_teachers(target, teacher_ids, teacher_logprobs)
-    if token_weights is not None:
-        check_per_token("token_weights", token_weights, target)
-        token_weights = token_weights.detach().float()
-    head = Head(
-        linear_weight, linear_bias, 1.0, logit_scale, softcap, ignore_index, skip_ignored, chunk_size, logits_dtype,
-        vocab_group,
-    )  # fmt: skip
-    x, bias = head.scaled(input)
-    options = {
-        "linear_bias": bias, "beta": beta, "temperature": temperature, "softcap": softcap, "labels": target,
-        "row_weight": token_weights, "ignore_index": ignore_index, "skip_ignored": skip_ignored,
-        "chunk_size": chunk_size, "logits_dtype": logits_dtype,
-    }  # fmt: skip
-    share, nll_share = shares_of_means(sequences, token_weights, num_items_in_batch)
-    if share is not None and token_weights is not None:  # the operators' mean over weights of 0 is NaN
-        options["row_weight"] = torch.where(share != 0, token_weights, 1.0)
-    own_options = any(each is not None for each in (teacher_weight, teacher_temperature, vocab_map))
     is_one = isinstance(teacher_input, Tensor) and teacher_ids is None
-    several = own_options or not is_one
+    several = not is_one or any(each is not None for each in (teacher_weight, teacher_temperature, vocab_map))
     if several and vocab_group is not None:
         expected = "None with several teachers, or with weights, temperatures or a map"
         raise ValueError(f"vocab_group: expected {expected}, got {vocab_group!r}")
-    is_split = vocab_group is not None or is_sharded(x, linear_weight, target, *teachers.inputs, *teachers.weights)
-    two_shares = ce_weight > 0 and share is not None and token_weights is not None
-    if several or (two_shares and not is_split):
-        weight = teacher_weight
-        if two_shares:
-            assert share is not None
-            assert nll_share is not None
-            ones = torch.ones(len(teachers.inputs) + len(topk.ids), dtype=torch.float32, device=x.device)
-            ratio = torch.where(sequences.mask.any(), share / nll_share, 1.0)
-            weight, share = (ones if teacher_weight is None else teacher_weight.float()) * ratio, nll_share
-        parts = fused_linear_distill(
-            x, linear_weight, *teachers[:4], *topk, teacher_weight=None if weight is None else weight.detach(),
-            teacher_temperature=teachers.temperatures, teacher_softcap=teachers.softcaps, add_tail=add_tail,
-            ce_weight=ce_weight, **options,
-        )  # fmt: skip
-        loss, divergences, nll = (mean_over_ranks(part, share, sequences) for part in parts)
+    batch = Batch.of(arguments)
+    teachers, topk = _teachers(arguments), _topk_teachers(target, teacher_ids, teacher_logprobs)
+    if token_weights is not None:
+        check_per_token("token_weights", token_weights, target)
+        token_weights = token_weights.detach().float()
+    means = Means.of(batch.sequences, token_weights, num_items_in_batch)
+    options = {"labels": target, "row_weight": means.row_weight, "beta": beta}
+    head = batch.head
+    is_split = vocab_group is not None or is_sharded(head.input, head.linear_weight, target, *teachers[0], *teachers[1])
+    if several or (ce_weight > 0 and means.differ and not is_split):
+        options |= {"add_tail": add_tail, "ce_weight": ce_weight}
+        loss, divergences, nll = _of_several(batch, teachers, topk, teacher_weight, means, options)
         metrics = {"divergence": divergences.sum()} | ({"nll_loss": nll} if ce_weight > 0 else {})
         terms = () if is_one else divergences.unbind()
         return loss, metrics | {f"divergence/teacher_{i}": term for i, term in enumerate(terms)}
-    models = x, linear_weight, teachers.inputs[0], teachers.weights[0]
-    options["teacher_linear_bias"] = teachers.biases[0] if teachers.biases else None
-    options["teacher_softcap"] = teachers.softcaps[0]
-    options |= own_classes(linear_weight, vocab_group)
+    options |= teachers.only() | head.without_scale().arguments(without=("logit_scale",))
     if ce_weight == 0.0:
-        loss = mean_over_ranks(fused_linear_jsd(*models, **options), share, sequences)
+        loss = means.whole(fused_linear_jsd(**options))
         return loss, {"divergence": loss.detach()}
-    if is_sharded(*models, target) or two_shares:
-        divergence = mean_over_ranks(fused_linear_jsd(*models, **options), share, sequences)
-        nll = sequences.total(_cross_entropy(head, input, target)) / token_denominator(num_items_in_batch, sequences)
+    if means.differ or is_sharded(head.input, head.linear_weight, target, *teachers[0], *teachers[1]):
+        divergence = means.whole(fused_linear_jsd(**options))
+        total = batch.sequences.total(cross_entropy_sum(head, target))
+        nll = total / token_denominator(num_items_in_batch, batch.sequences)
         loss = divergence + ce_weight * nll
     else:
-        parts = fused_linear_jsd_ce(*models, options.pop("labels"), ce_weight=ce_weight, **options)
-        loss, divergence, nll = (mean_over_ranks(part, share, sequences) for part in parts)
+        parts = fused_linear_jsd_ce(ce_weight=ce_weight, **options)
+        loss, divergence, nll = map(means.whole, parts)
     return loss, {"divergence": divergence.detach(), "nll_loss": nll.detach()}
 
 
-def shares_of_means(
-    sequences: Sequences, token_weights: Tensor | None, num_items: Tensor | float | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the shares of this rank's means in the whole: of divergences and of cross entropies; None for all.
-
-    The share of tokens whose weights are all 0 is 0.
-    """
-    if num_items is None and token_weights is None and not sequences.ranks.tokens:
-        return None, None
-    items = token_denominator(num_items, sequences)
-    nll_share = sequences.mask.sum() / items
-    if token_weights is None:
-        return nll_share, nll_share
-    weight = torch.where(sequences.mask, token_weights, 0.0).sum()
-    if num_items is None:
-        items = denominator_of(sequences.total(weight))
-    return weight / items, nll_share
+def _of_several(
+    batch: Batch, teachers: "_Teachers", topk: "_TopkTeachers", weight: Tensor | None, means: "Means",
+    options: dict[str, Any],
+) -> Iterator[Tensor]:  # fmt: skip
+    """Return the loss, the teachers' divergences and the cross entropy, whose means have one share in the whole."""
+    if means.differ and options["ce_weight"] > 0:
+        ones = torch.ones(len(teachers[0]) + len(topk[0]), dtype=torch.float32, device=batch.target.device)
+        weight = (ones if weight is None else weight.float()) * means.ratio()
+        means = replace(means, share=means.nll_share)
+    head = batch.head.without_scale().arguments(without=("logit_scale", *VocabSlice.__annotations__))
+    weight = None if weight is None else weight.detach()
+    parts = fused_linear_distill(teacher_weight=weight, **teachers._asdict(), **topk._asdict(), **options, **head)
+    return (means.whole(part) for part in parts)
 
 
-def mean_over_ranks(mean: Tensor, share: Tensor | None, sequences: Sequences) -> Tensor:
-    """Return the mean over the tokens of all ranks, or of the items, from that on this rank; 0 over no token."""
-    if share is None:
-        return torch.where(sequences.mask.any(), mean, 0.0)
-    return sequences.total(torch.where(sequences.mask.any(), share * mean, 0.0))
+@dataclass(frozen=True)
+class Means:
+    """The means that an operator takes of this rank's tokens, as parts of those of the whole batch."""
+
+    sequences: Sequences
+    share: Tensor | None  # of the divergences in the whole, 0 where all weights are 0; None for all
+    nll_share: Tensor | None  # the same of the cross entropies
+    row_weight: Tensor | None  # the weights of divergences that the operator takes
+
+    @classmethod
+    def of(cls, sequences: Sequences, weights: Tensor | None, num_items: Tensor | float | None) -> "Means":
+        """Return those of divergences with weights of tokens, divided by `num_items` or by the sum of the weights."""
+        if num_items is None and weights is None and not sequences.ranks.tokens:
+            return cls(sequences, None, None, None)
+        items = token_denominator(num_items, sequences)
+        nll_share = sequences.mask.sum() / items
+        if weights is None:
+            return cls(sequences, nll_share, nll_share, None)
+        weight = torch.where(sequences.mask, weights, 0.0).sum()
+        if num_items is None:
+            items = denominator_of(sequences.total(weight))
+        share = weight / items  # the operators' mean over weights of 0 is NaN
+        return cls(sequences, share, nll_share, torch.where(share != 0, weights, 1.0))
+
+    @property
+    def differ(self) -> bool:
+        """True if divergences and cross entropies may have other shares."""
+        return self.row_weight is not None
+
+    def ratio(self) -> Tensor:
+        """Return the share of the divergences by that of the cross entropies, 1 over no token."""
+        assert self.share is not None
+        assert self.nll_share is not None
+        return torch.where(self.sequences.mask.any(), self.share / self.nll_share, 1.0)
+
+    def whole(self, mean: Tensor) -> Tensor:
+        """Return the mean over the tokens of all ranks, or of the items, from that on this rank; 0 over no token."""
+        if self.share is None:
+            return torch.where(self.sequences.mask.any(), mean, 0.0)
+        return self.sequences.total(torch.where(self.sequences.mask.any(), self.share * mean, 0.0))
 
 
 class _Teachers(NamedTuple):
-    """The linear layers of D teachers, detached, and what follows them."""
+    """The linear layers of D teachers, detached, and their options, as `fused_linear_distill` takes them."""
 
-    inputs: list[Tensor]
-    weights: list[Tensor]
-    biases: list[Tensor]  # of all, or none
-    maps: list[Tensor]  # of all, or none
-    temperatures: list[float]
-    softcaps: list[float]
+    teacher_input: list[Tensor]
+    teacher_linear_weight: list[Tensor]
+    teacher_linear_bias: list[Tensor]  # of all, or none
+    vocab_map: list[Tensor]  # of all, or none
+    teacher_temperature: list[float]
+    teacher_softcap: list[float]
+
+    def only(self) -> dict[str, Any]:
+        """Return the arguments of an operator for a single teacher at the student's temperature."""
+        names = "teacher_input", "teacher_linear_weight", "teacher_linear_bias", "teacher_softcap"
+        return {name: (getattr(self, name) or [None])[0] for name in names}
 
 
-def _teachers(target: Tensor, temperature: float, **given: Any) -> _Teachers:
+def _teachers(arguments: Mapping[str, Any]) -> _Teachers:
     """Check the teachers' arguments, single ones or lists of D, and return the lists."""
-    one = isinstance(given["teacher_input"], Tensor)
+    given = {name: arguments[name] for name in (*_Teachers._fields, "teacher_logit_scale")}
+    target, one = arguments["target"], isinstance(given["teacher_input"], Tensor)
     if not one:
         check_list("teacher_input", given["teacher_input"], "tensors, or a tensor")
     if given["teacher_temperature"] is None:
+        temperature = arguments["temperature"]
         given["teacher_temperature"] = temperature if one else [temperature] * len(given["teacher_input"])
     lists = {name: _one_for_each(name, value, given["teacher_input"]) for name, value in given.items()}
-    inputs, weights, biases, temperatures, scales, softcaps, maps = lists.values()
+    inputs, weights, biases, maps, temperatures, softcaps, scales = lists.values()
     for i, (x, weight, bias, scale) in enumerate(zip(inputs, weights, biases, scales, strict=True)):
         place = "" if one else f"[{i}]"
         check_is_tensor(f"teacher_input{place}", x)
@@ -249,8 +257,8 @@ def _teachers(target: Tensor, temperature: float, **given: Any) -> _Teachers:
 class _TopkTeachers(NamedTuple):
     """The classes and log-probabilities of the teachers that are known by these."""
 
-    ids: list[Tensor]
-    logprobs: list[Tensor]
+    teacher_ids: list[Tensor]
+    teacher_logprobs: list[Tensor]
 
 
 def _topk_teachers(target: Tensor, teacher_ids: Any, teacher_logprobs: Any) -> _TopkTeachers:
@@ -286,17 +294,9 @@ def _one_for_each(name: str, value: Any, teachers: Tensor | Sequence[Tensor], li
     return list(value)
 
 
-def _cross_entropy(head: Head, input: Tensor, target: Tensor) -> Tensor:
-    """Return the cross entropy at temperature 1, summed over tokens."""
-    x, bias = head.scaled(input)
-    return cross_entropy_sum(
-        x, head.linear_weight, target, head.vocab_group, linear_bias=bias, ignore_index=head.ignore_index,
-        softcap=head.softcap, skip_ignored=head.skip_ignored, chunk_size=head.chunk_size,
-        logits_dtype=head.logits_dtype,
-    )  # fmt: skip
-
-
+@with_arguments
 def distill_topk(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, teacher_ids: Tensor, teacher_logprobs: Tensor, *,
     beta: float = 0.5, ce_weight: float = 0.0, add_tail: bool = True, token_weights: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
@@ -346,29 +346,18 @@ def distill_topk(
     check_between("beta", beta, 0.0, 1.0)
     check_not_negative("ce_weight", ce_weight)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, None, ranks=make_ranks(group))
+    batch = Batch.of(arguments)
+    sequences = batch.sequences
     _check_topk(teacher_ids, teacher_logprobs, target)
     check_flag("add_tail", add_tail)
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
 
-    head = Head(
-        linear_weight,
-        linear_bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        skip_ignored,
-        chunk_size,
-        logits_dtype,
-        vocab_group,
-    )
     present = (teacher_ids >= 0) & sequences.mask.unsqueeze(-1)
     present = present & (teacher_logprobs != float("-inf"))
-    _check_classes(teacher_ids, present, own_classes(linear_weight, vocab_group).get("num_classes", len(linear_weight)))
+    _check_classes(teacher_ids, present, batch.head.all_classes)
     classes = teacher_ids.masked_fill(~present, NOT_THERE)  # `ignore_index` itself may be a class
-    student, entropy = replace(head, ignore_index=NOT_THERE).logprobs(input, classes)
+    student, entropy = replace(batch, head=replace(batch.head, ignore_index=NOT_THERE)).logprobs(classes)
     each = topk_divergence(student, teacher_logprobs.detach().float(), present, beta, add_tail)
     if token_weights is not None:
         each = each * torch.where(sequences.mask, token_weights.detach().float(), 0.0)
@@ -376,7 +365,7 @@ def distill_topk(
     loss = sequences.total(each.sum()) / items
     metrics = {"entropy": mean_over_tokens(entropy.detach(), sequences), "divergence": loss.detach()}
     if ce_weight != 0.0:
-        nll = sequences.total(_cross_entropy(head, input, target)) / items
+        nll = sequences.total(cross_entropy_sum(batch.head, target)) / items
         metrics["nll_loss"] = nll.detach()
         loss = loss + ce_weight * nll
     return loss, metrics

@@ -1,37 +1,34 @@
 """Direct preference optimization (DPO) and its variants."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.losses._batch import (
-    Head,
+    Batch,
     Sequences,
     VocabGroup,
     check_between,
     check_list,
-    check_per_sequence,
     check_positive,
-    check_reference,
-    make_sequences,
     mean_over_tokens,
-    resolve_num_sequences,
-    resolve_pair_order,
 )
 from llmk.losses._pairs import (
     PAIR_LOSSES,
     TYPES,
+    PairItems,
     Pairs,
-    check_pair_denominators,
     chosen_nll,
     chosen_nll_weight,
     pair_losses,
     pair_weights,
     reward_metrics,
 )
-from llmk.losses._ranks import make_ranks, share_with, sum_over
+from llmk.losses._ranks import share_with
 from llmk.ops.linear_loss.objectives.preference import (
     F_DIVERGENCES,
     LOSSES,
@@ -39,10 +36,12 @@ from llmk.ops.linear_loss.objectives.preference import (
     LossOptions,
     check_label_smoothing,
 )
-from llmk.registry import check_finite, check_flag, check_option
+from llmk.registry import FromArguments, check_finite, check_flag, check_option, with_arguments
 
 
+@with_arguments
 def dpo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     ref_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_linear_weight: Tensor | None = None,
     ref_linear_bias: Tensor | None = None, beta: float = 0.1, loss_type: str | Sequence[str] = "sigmoid",
@@ -132,9 +131,9 @@ def dpo(
     """
     check_flag("use_weighting", use_weighting)
     types = _loss_types(loss_type, loss_weights, label_smoothing, f_divergence_type)
-    if use_weighting and any(name in ("aot", "aot_unpaired") for name, _ in types):
+    sorts = any(name in ("aot", "aot_unpaired") for name, _ in types)
+    if use_weighting and sorts:
         raise ValueError(f"use_weighting: expected False with 'aot' and 'aot_unpaired', got loss_type {loss_type!r}")
-    check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
     check_finite("f_alpha_divergence_coef", f_alpha_divergence_coef)
     if use_weighting and num_items_in_batch is not None and any(name == "sft" for name, _ in types):
         raise ValueError("num_items_in_batch: expected None with use_weighting and 'sft', whose product is no sum")
@@ -142,56 +141,16 @@ def dpo(
     check_positive("discopop_tau", discopop_tau)
     if ld_alpha is not None:
         check_between("ld_alpha", ld_alpha, 0.0, 1.0)
-    ranks = make_ranks(group, context_group)
-    if ranks.sequences and any(name in ("aot", "aot_unpaired") for name, _ in types):
+    own = _Options.of(arguments, types=types)
+    batch = Batch.of(arguments, counted_by="ref_logps", in_pairs=True)
+    sequences = batch.sequences
+    if sequences.ranks.sequences and sorts:
         raise ValueError("group: expected None with 'aot' and 'aot_unpaired', which sort the pairs of the batch")
-    if ranks.context and ld_alpha is not None:
+    if sequences.ranks.context and ld_alpha is not None:
         raise ValueError("context_group: expected None with ld_alpha, which asks for the positions of tokens")
-    count = resolve_num_sequences(num_sequences, "ref_logps", ref_logps)
-    order = resolve_pair_order(pair_order, sequence_ids)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, order, ranks=ranks)
-    check_reference(input, linear_weight, ref_logps, ref_input, ref_linear_weight, ref_linear_bias)
-    if ref_logps is not None:
-        check_per_sequence("ref_logps", ref_logps, sequences.slots, target)
-
-    head = Head(
-        linear_weight,
-        linear_bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        skip_ignored,
-        chunk_size,
-        logits_dtype,
-        vocab_group,
-    )
-    if ref_logps is None:
-        assert ref_input is not None
-        assert ref_linear_weight is not None
-        ref_head = head.reference(ref_linear_weight, ref_linear_bias)
-        ref_logps = _sequence_logps(ref_head.logprobs(ref_input.detach(), target)[0], sequences, ld_alpha)
-    ref_logps = ref_logps.detach().float()
-    options = LossOptions(beta, label_smoothing, 0.0, discopop_tau)
-    divergence = f_divergence_type, f_alpha_divergence_coef
-    if not use_weighting and _can_fuse(types) and head.supports_groups(sequences):
-        loss, token_logps, entropy = _fused_loss(
-            head, input, target, ref_logps, sequences, types, options, divergence, ld_alpha,
-            num_items_in_batch, num_chosen_tokens_in_batch,
-        )  # fmt: skip
-        logps = _sequence_logps(token_logps, sequences, ld_alpha)
-    else:
-        token_logps, entropy = head.logprobs(input, target)
-        logps = _sequence_logps(token_logps, sequences, ld_alpha)
-        nll = chosen_nll(token_logps, sequences, num_chosen_tokens_in_batch)
-        pairs = _pairs(nll, logps, ref_logps, sequences, *divergence)
-        weights = _wpo_weights(head, input, target, token_logps, sequences) if use_weighting else 1.0
-        terms = []
-        for name, coef in types:
-            num_items = None if name == "sft" else num_items_in_batch  # "sft" is a mean over tokens already
-            losses = weights * pair_losses(name, pairs, options)
-            terms.append(coef * sequences.mean(losses, num_items, in_pairs=True))
-        loss = sequences.checked(torch.stack(terms).sum())
+    ref_logps = batch.reference_logps(arguments, partial(_sequence_logps, sequences=sequences, ld_alpha=ld_alpha))
+    compute = _fused_loss if not use_weighting and _can_fuse(types) and batch.supports_groups else _loss
+    loss, logps, entropy = compute(batch, ref_logps, own)
     rewards = sequences.halves(beta * (logps - ref_logps))
     metrics = {
         "entropy": mean_over_tokens(entropy.detach(), sequences),
@@ -200,29 +159,58 @@ def dpo(
     return loss, metrics
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Options(FromArguments):
+    """The arguments of `dpo` that are not about the batch."""
+
+    types: list[tuple[str, float]]  # and the weight of each
+    of_pairs: LossOptions
+    f_divergence_type: str
+    f_alpha_divergence_coef: float
+    ld_alpha: float | None
+    use_weighting: bool
+    items: PairItems
+
+
 def _can_fuse(types: list[tuple[str, float]]) -> bool:
     """Return True if each pair's gradient depends on that pair alone; that of "sft" depends on the targets."""
     names = [name for name, _ in types]
     return all(name in (*PAIR_LOSSES, "sft") for name in names) and names != ["sft"] * len(names)
 
 
-def _fused_loss(
-    head: Head, input: Tensor, target: Tensor, ref_logps: Tensor, sequences: Sequences, types: list[tuple[str, float]],
-    options: LossOptions, divergence: tuple[str, float], ld_alpha: float | None,
-    num_items: Tensor | float | None, num_chosen_tokens: Tensor | float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    pair_types = [(name, weight) for name, weight in types if name in PAIR_LOSSES]
-    weights = pair_weights(sequences, [weight for _, weight in pair_types], num_items)
-    sft_coef = sum(weight for name, weight in types if name == "sft")
-    loss, token_logps, entropy = head.preference(
-        input, target, ref_logps, sequences,
-        token_weight=None if ld_alpha is None else _weighted(sequences.mask.float(), sequences, ld_alpha),
-        nll_weight=chosen_nll_weight(sequences, sft_coef, num_chosen_tokens),
+def _fused_loss(batch: Batch, ref_logps: Tensor, own: _Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, the log-probabilities of sequences and the entropies of tokens, with gradients at once."""
+    sequences = batch.sequences
+    pair_types = [(name, weight) for name, weight in own.types if name in PAIR_LOSSES]
+    weights = pair_weights(sequences, [weight for _, weight in pair_types], own.items)
+    sft_coef = sum(weight for name, weight in own.types if name == "sft")
+    loss, token_logps, entropy = batch.preference(
+        ref_logps,
+        token_weight=None if own.ld_alpha is None else _weighted(sequences.mask.float(), sequences, own.ld_alpha),
+        nll_weight=chosen_nll_weight(sequences, sft_coef, own.items),
         group_weight=weights if len(pair_types) > 1 else weights[0],
         loss_type="+".join(name for name, _ in pair_types),
-        f_divergence_type=divergence[0], f_divergence_coef=divergence[1], **options._asdict(),
-    )  # fmt: skip
-    return sum_over(sequences.ranks.sequences, loss), token_logps, entropy
+        f_divergence_type=own.f_divergence_type,
+        f_divergence_coef=own.f_alpha_divergence_coef,
+        **own.of_pairs._asdict(),
+    )
+    return loss, _sequence_logps(token_logps, sequences, own.ld_alpha), entropy
+
+
+def _loss(batch: Batch, ref_logps: Tensor, own: _Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same as `_fused_loss` of any batch and types."""
+    sequences = batch.sequences
+    token_logps, entropy = batch.logprobs()
+    logps = _sequence_logps(token_logps, sequences, own.ld_alpha)
+    nll = chosen_nll(token_logps, sequences, own.items)
+    pairs = _pairs(nll, logps, ref_logps, sequences, own)
+    weights = _wpo_weights(batch, token_logps) if own.use_weighting else 1.0
+    terms = []
+    for name, coef in own.types:
+        num_items = None if name == "sft" else own.items.num_items_in_batch  # "sft" is a mean over tokens already
+        losses = weights * pair_losses(name, pairs, own.of_pairs)
+        terms.append(coef * sequences.mean(losses, num_items, in_pairs=True))
+    return sequences.checked(torch.stack(terms).sum()), logps, entropy
 
 
 def _loss_types(
@@ -251,10 +239,10 @@ def _loss_types(
     return list(zip(names, weights, strict=True))
 
 
-def _wpo_weights(head: Head, input: Tensor, target: Tensor, token_logps: Tensor, sequences: Sequences) -> Tensor:
+def _wpo_weights(batch: Batch, token_logps: Tensor) -> Tensor:
     """Return the weight of each pair in WPO, `[P]`, detached."""
-    aligned = token_logps.detach() - head.log_sum_sq_probs(input.detach(), target, token_logps)
-    chosen, rejected = sequences.halves(sequences.token_means(aligned))
+    aligned = token_logps.detach() - batch.log_sum_sq_probs(token_logps)
+    chosen, rejected = batch.sequences.halves(batch.sequences.token_means(aligned))
     return torch.exp(chosen + rejected)
 
 
@@ -273,14 +261,14 @@ def _weighted(values: Tensor, sequences: Sequences, ld_alpha: float | None) -> T
     return torch.where(beyond, ld_alpha * values, values)
 
 
-def _pairs(nll: Tensor, logps: Tensor, ref_logps: Tensor, sequences: Sequences, divergence: str, coef: float) -> Pairs:
+def _pairs(nll: Tensor, logps: Tensor, ref_logps: Tensor, sequences: Sequences, own: _Options) -> Pairs:
     logratios = logps - ref_logps
-    reward = F_DIVERGENCES[divergence]
+    reward = F_DIVERGENCES[own.f_divergence_type]
     chosen_logps, rejected_logps = sequences.halves(logps)
     ref_chosen, ref_rejected = sequences.halves(ref_logps)
     return Pairs(
         *sequences.halves(logratios),
-        *sequences.halves(reward(logratios, coef)),
+        *sequences.halves(reward(logratios, own.f_alpha_divergence_coef)),
         *sequences.halves(sequences.lengths),
         policy_margin=chosen_logps - rejected_logps,
         ref_margin=ref_chosen - ref_rejected,

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from llmk.losses._batch import (
     INTEGERS,
-    Head,
+    Batch,
+    Sequences,
     check_between,
     check_denominator,
     check_list,
@@ -17,17 +18,17 @@ from llmk.losses._batch import (
     check_per_token,
     check_tensor,
     denominator_of,
-    make_sequences,
-    scaled,
 )
-from llmk.losses._ranks import make_ranks
-from llmk.losses.distillation import mean_over_ranks, shares_of_means
+from llmk.losses.distillation import Means
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
+from llmk.ops.linear_loss.head import Head, scaled
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
-from llmk.registry import check_finite, check_same, check_switch
+from llmk.registry import check_finite, check_same, check_switch, with_arguments
 
 
+@with_arguments
 def draft(
+    arguments: dict[str, Any], /,
     input: Tensor | Sequence[Tensor], linear_weight: Tensor, target: Tensor, teacher_input: Tensor,
     teacher_linear_weight: Tensor, *, vocab_map: Tensor | None = None, position_decay: float = 1.0,
     token_weights: Tensor | None = None, num_items_in_batch: Tensor | float | None = None,
@@ -85,9 +86,7 @@ def draft(
         raise ValueError("input: expected the hidden states of at least one step, got none")
     check_between("position_decay", position_decay, 0.0, 1.0)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    ranks = make_ranks(group)
-    for each in steps:
-        make_sequences(each, linear_weight, target, ignore_index, sequence_ids, ranks=ranks)
+    batches = [Batch.of({**arguments, "input": each}) for each in steps]
     check_other_model(steps[0], teacher_input, teacher_linear_weight, teacher_linear_bias, "teacher_")
     check_finite("logit_scale", logit_scale)
     check_finite("teacher_logit_scale", teacher_logit_scale)
@@ -95,41 +94,33 @@ def draft(
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
         token_weights = token_weights.detach().float()
-    head = Head(
-        linear_weight, linear_bias, 1.0, logit_scale, softcap, ignore_index, skip_ignored, chunk_size, logits_dtype,
-        vocab_group=None,
-    )  # fmt: skip
     teacher_weight, teacher_bias, is_valid = _gathered(
         teacher_linear_weight.detach(), teacher_linear_bias, vocab_map, linear_weight
     )
     teacher_x, teacher_bias = scaled(teacher_logit_scale, teacher_input.detach(), teacher_bias)
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()
-    shared = {"temperature": temperature, "skip_ignored": skip_ignored, "chunk_size": chunk_size,
-              "ignore_index": ignore_index, "logits_dtype": logits_dtype}  # fmt: skip
+    teacher = Head.of(arguments, input=teacher_x, linear_weight=teacher_weight, linear_bias=teacher_bias,
+                      softcap=teacher_softcap, logit_scale=1.0, ignore_index=-1)  # fmt: skip
     with torch.no_grad():
         any_class = torch.where(target.long() == ignore_index, -1, 0)  # 0 itself may be the index to ignore
-        options = {**shared, "ignore_index": -1, "softcap": teacher_softcap}
-        _, entropy = linear_logprobs(teacher_x, teacher_weight, any_class, linear_bias=teacher_bias, **options)
+        _, entropy = linear_logprobs(target=any_class, **teacher.arguments())
+    models = {"teacher_linear_weight": teacher_weight, "teacher_linear_bias": teacher_bias,
+              "teacher_softcap": teacher_softcap, "beta": 0.0}  # fmt: skip
     loss, metrics = torch.zeros((), dtype=torch.float32, device=target.device), {}
-    for k, each in enumerate(steps):
-        x, bias = head.scaled(each)
+    for k, batch in enumerate(batches):
         labels = _ahead(target, k, ignore_index)
         if sequence_ids is not None:
             labels = torch.where(_ahead(sequence_ids, k, -1) == sequence_ids, labels, ignore_index)
         weights = None if token_weights is None else _ahead(token_weights, k, 0.0)
-        sequences = make_sequences(each, linear_weight, labels, ignore_index, None, ranks=ranks)
-        share, _ = shares_of_means(sequences, weights, num_items_in_batch)
-        if share is not None and weights is not None:  # the operator's mean over weights of 0 is NaN
-            weights = torch.where(share != 0, weights, 1.0)
-        divergence = fused_linear_jsd(
-            x, linear_weight, _ahead(teacher_x, k, 0.0), teacher_weight, labels=labels, linear_bias=bias,
-            teacher_linear_bias=teacher_bias, beta=0.0, softcap=softcap, teacher_softcap=teacher_softcap,
-            row_weight=weights, **shared,
-        )  # fmt: skip
-        counted = torch.where(sequences.mask, 1.0 if weights is None else weights, 0.0)
+        sequences = Sequences.from_rows(labels.long() != ignore_index).shared_by(batch.sequences.ranks)
+        means = Means.of(sequences, weights, num_items_in_batch)
+        divergence = means.whole(fused_linear_jsd(
+            teacher_input=_ahead(teacher_x, k, 0.0), labels=labels, row_weight=means.row_weight, **models,
+            **batch.head.without_scale().arguments(without=("logit_scale",)),
+        ))  # fmt: skip
+        counted = torch.where(sequences.mask, 1.0 if means.row_weight is None else means.row_weight, 0.0)
         teacher_entropy = (_ahead(entropy, k, 0.0) * counted).sum() / denominator_of(counted.sum())
-        divergence = mean_over_ranks(divergence, share, sequences)
-        step = divergence + mean_over_ranks(teacher_entropy, share, sequences)
+        step = divergence + means.whole(teacher_entropy)
         loss = loss + position_decay**k * step
         metrics |= {f"loss/step_{k}": step.detach(), f"divergence/step_{k}": divergence.detach()}
     return (loss if is_valid is None else torch.where(is_valid, loss, float("nan"))), metrics

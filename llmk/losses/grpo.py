@@ -1,51 +1,48 @@
 """Group relative policy optimization (GRPO) and its variants, which differ in the token loss or its reduction."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.losses._batch import (
-    Head,
+    Batch,
     Sequences,
     VocabGroup,
     check_between,
     check_per_sequence,
     check_per_token,
-    check_positive,
     denominator_of,
-    make_sequences,
     mean_over_tokens,
-    resolve_num_sequences,
-    without_unsupported,
 )
 from llmk.losses._policy import (
     AGGREGATIONS,
-    MAX_LOG_RATIO,
     TYPES,
-    Totals,
     VespoOptions,
-    check_totals,
+    aggregation_weights,
     largest_covariance,
     ratio_level,
     vespo_weight,
 )
-from llmk.losses._ranks import make_ranks
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
-from llmk.ops.linear_loss.objectives.policy import (
-    ESTIMATORS,
-    PolicyOptions,
-    PolicyTerms,
-    bounded,
-    check_above_one,
+from llmk.ops.linear_loss.fused_linear_policy import check_policy_options
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms, bounded
+from llmk.registry import (
+    FromArguments,
+    check_finite,
+    check_flag,
+    check_option,
+    from_arguments,
+    with_arguments,
 )
-from llmk.registry import check_finite, check_flag, check_not_negative, check_option
 
 LEVELS = ("token", "sequence")
 
 
+@with_arguments
 def grpo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_per_token_logps: Tensor | None = None, ref_per_token_logps: Tensor | None = None, beta: float = 0.0,
     epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, loss_type: str = "dapo",
@@ -176,42 +173,31 @@ def grpo(
     if loss_agg is not None:
         check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
     check_option("importance_sampling_level", importance_sampling_level, LEVELS)
-    check_option("kl_estimator", kl_estimator, tuple(ESTIMATORS))
-    check_between("epsilon", epsilon, 0.0, float("inf"))
+    term, level = TYPES[loss_type].term, "sequence" if loss_type == "gmpo" else importance_sampling_level
+    high = epsilon if epsilon_high is None else epsilon_high
+    options = from_arguments(
+        PolicyOptions, arguments, loss_type=term, importance_sampling_level=level, epsilon_high=high
+    )
+    check_policy_options(options)
     check_between("kl_cov_ratio", kl_cov_ratio, 0.0, 1.0)
-    for name, number in (
-        ("beta", beta),
-        ("entropy_coef", entropy_coef),
-        ("ppo_kl_coef", ppo_kl_coef),
-        ("vespo_k_pos", vespo_k_pos),
-        ("vespo_lambda_pos", vespo_lambda_pos),
-        ("vespo_k_neg", vespo_k_neg),
-        ("vespo_lambda_neg", vespo_lambda_neg),
-    ):
-        check_finite(name, number)
+    vespo = from_arguments(VespoOptions, arguments)
+    check_finite("beta", beta)
+    check_finite("entropy_coef", entropy_coef)
+    check_finite("ppo_kl_coef", ppo_kl_coef)
+    for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
+        check_finite(name, getattr(vespo, name))
     check_flag("use_bias_correction_kl", use_bias_correction_kl)
     if off_policy_mask_threshold is not None:
         check_finite("off_policy_mask_threshold", off_policy_mask_threshold)
     check_between("top_entropy_quantile", top_entropy_quantile, 0.0, 1.0)
     if loss_type == "gmpo" and top_entropy_quantile != 1.0:
         raise ValueError(f"top_entropy_quantile: expected 1 with loss_type 'gmpo', got {top_entropy_quantile}")
-    for name, number in (("epsilon_high", epsilon_high), ("delta", delta)):
-        if number is not None:
-            check_not_negative(name, number)
-    check_positive("sapo_temperature_pos", sapo_temperature_pos)
-    check_positive("sapo_temperature_neg", sapo_temperature_neg)
-    if max_log_ratio is not None:
-        check_positive("max_log_ratio", max_log_ratio)
-    if clip_ratio_c is not None:
-        check_above_one("clip_ratio_c", clip_ratio_c)
-    ranks = make_ranks(group, context_group)
-    if ranks.tokens and (loss_type == "kl_cov" or top_entropy_quantile != 1.0):
-        name = "group" if ranks.sequences else "context_group"
-        raise ValueError(f"{name}: expected None with 'kl_cov' or top_entropy_quantile, which order the batch's tokens")
     advantages = without_last_axis(advantages)
-    count = resolve_num_sequences(num_sequences, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks, vocab_group)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
+    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
+    sequences = batch.sequences
+    if sequences.ranks.tokens and (loss_type == "kl_cov" or top_entropy_quantile != 1.0):
+        name = "group" if sequences.ranks.sequences else "context_group"
+        raise ValueError(f"{name}: expected None with 'kl_cov' or top_entropy_quantile, which order the batch's tokens")
     check_advantages(advantages, sequences)
     for name, value in (
         ("old_per_token_logps", old_per_token_logps),
@@ -219,61 +205,33 @@ def grpo(
         ("sampling_per_token_logps", sampling_per_token_logps),
     ):
         if value is not None:
-            check_per_token(name, value, target)
+            check_per_token(name, value, batch.target)
     if beta != 0.0 and ref_per_token_logps is None:
         raise ValueError(f"ref_per_token_logps: expected shape {tuple(target.shape)} where beta is {beta}, got None")
-    totals = Totals(num_items_in_batch, max_completion_length, num_sequences_in_batch, count_empty_sequences)
-    check_totals(loss_agg or loss_type, sequences, totals)
+    weights = aggregation_weights(loss_agg or loss_type, sequences, arguments)
     correction = None
     if importance_sampling_ratio is not None:
         correction = _correction(importance_sampling_ratio, sequences)
 
-    head = Head(
-        linear_weight,
-        linear_bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        skip_ignored,
-        chunk_size,
-        logits_dtype,
-        vocab_group,
-    )
-    high = epsilon if epsilon_high is None else epsilon_high
-    level = "sequence" if loss_type == "gmpo" else importance_sampling_level
-    options = PolicyOptions(
-        TYPES[loss_type].term, level, epsilon, high, delta,
-        sapo_temperature_pos, sapo_temperature_neg, kl_estimator, use_bias_correction_kl, max_log_ratio,
-        clip_ratio_c,
-    )  # fmt: skip
-    weights = (TYPES[loss_type].weights if loss_agg is None else AGGREGATIONS[loss_agg])(sequences, totals)
+    ref_logps = None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences)
     terms = PolicyTerms(
         advantages=per_token(advantages, sequences),
         weight=weights if correction is None or loss_type == "vespo" else weights * correction,
         old_logps=None if old_per_token_logps is None else per_token(old_per_token_logps, sequences),
-        ref_logps=None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences),
-        kl_weight=None if ref_per_token_logps is None or beta == 0.0 else beta * weights,
+        ref_logps=ref_logps,
+        kl_weight=None if ref_logps is None else beta * weights,
         entropy_weight=None
         if entropy_coef == 0.0
         else _mean_weights(entropy_coef, sequences.mask, sequences.num_tokens()),
         options=options,
         level=ratio_level(level, sequences),
     )
-    vespo = None
-    if loss_type == "vespo":
-        bound = MAX_LOG_RATIO if max_log_ratio is None else min(max_log_ratio, MAX_LOG_RATIO)
-        vespo = VespoOptions(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, bound)
-    at_once = loss_type not in ("vespo", "kl_cov")
-    if at_once and off_policy_mask_threshold is None and top_entropy_quantile == 1.0:
-        loss, logps, entropy = head.policy(input, target, terms, sequences, support)
+    late = _LateWeights.of(arguments, correction=correction, vespo=vespo if loss_type == "vespo" else None)
+    if loss_type != "kl_cov" and late.are_none:
+        loss, logps, entropy = batch.policy(terms)
     else:
-        logps, entropy = head.logprobs(input, target, support)
-        sampled = None if sampling_per_token_logps is None else per_token(sampling_per_token_logps, sequences)
-        terms = _with_logps_weights(
-            terms, logps.detach(), entropy.detach(), sequences, correction, vespo, off_policy_mask_threshold, sampled,
-            top_entropy_quantile, entropy_coef,
-        )  # fmt: skip
+        logps, entropy = batch.logprobs()
+        terms = late.replaced(terms, logps.detach(), entropy.detach(), sequences)
         loss = sequences.total(terms.loss(logps, entropy))
         if loss_type == "kl_cov":
             selected = largest_covariance(logps.detach(), terms.advantages, sequences.mask, kl_cov_ratio)
@@ -282,7 +240,7 @@ def grpo(
         logps, entropy = logps.detach(), entropy.detach()
 
     log_ratio = terms.log_ratio(logps)
-    metrics = {"entropy": mean_over_tokens(entropy, sequences)} | replay
+    metrics = {"entropy": mean_over_tokens(entropy, sequences)} | batch.outside
     if terms.kl_weight is not None:
         metrics["kl"] = mean_over_tokens(terms.divergence(logps, log_ratio), sequences)
     if terms.entropy_weight is not None:
@@ -290,7 +248,7 @@ def grpo(
     old = logps if terms.old_logps is None else terms.old_logps
     metrics |= _sampler_metrics(importance_sampling_ratio, correction, old, sampling_per_token_logps, sequences)
     by_sequence = advantages.dim() == 1 and (level == "sequence" or loss_type == "vespo")
-    if vespo is not None:
+    if loss_type == "vespo":
         phi = vespo_weight(logps - old, terms.advantages, correction, sequences, vespo)
         metrics["vespo/phi_seq_mean"] = _means(phi, sequences, by_sequence)[1]
     metrics |= _clip_metrics(terms, logps, sequences, by_sequence)
@@ -302,26 +260,39 @@ def _mean_weights(coef: float, mask: Tensor, count: Tensor) -> Tensor:
     return coef * mask.float() / denominator_of(count)
 
 
-def _with_logps_weights(
-    terms: PolicyTerms, logps: Tensor, entropy: Tensor, sequences: Sequences, correction: Tensor | None,
-    vespo: VespoOptions | None, off_policy_mask_threshold: float | None, sampled: Tensor | None,
-    top_entropy_quantile: float, entropy_coef: float,
-) -> PolicyTerms:  # fmt: skip
-    """Replace weights by those that depend on log-probabilities and entropies of sequences, or of the batch."""
-    weight, entropy_weight = terms.weight, terms.entropy_weight
-    old = logps if terms.old_logps is None else terms.old_logps
-    if vespo is not None:
-        weight = weight * vespo_weight(logps - old, terms.advantages, correction, sequences, vespo)
-    if off_policy_mask_threshold is not None:
-        # The sampler's log-probability is NaN where it could not score a token.
-        drift = ((old if sampled is None else sampled) - logps).nan_to_num(0.0)
-        drift = sequences.expand_to_tokens(sequences.token_means(drift))
-        weight = weight * ((terms.advantages >= 0) | (drift <= off_policy_mask_threshold))
-    if top_entropy_quantile < 1.0:
-        selected = high_entropy_mask(entropy, sequences.mask, top_entropy_quantile)
-        weight = torch.where(selected, weight, 0.0)
-        entropy_weight = None if entropy_weight is None else _mean_weights(entropy_coef, selected, selected.sum())
-    return replace(terms, weight=weight, entropy_weight=entropy_weight)
+@dataclass(frozen=True, kw_only=True)
+class _LateWeights(FromArguments):
+    """What of `grpo` makes weights depend on log-probabilities and entropies, of sequences or of the batch."""
+
+    correction: Tensor | None
+    vespo: VespoOptions | None
+    off_policy_mask_threshold: float | None
+    sampling_per_token_logps: Tensor | None
+    top_entropy_quantile: float
+    entropy_coef: float
+
+    @property
+    def are_none(self) -> bool:
+        return self.vespo is None and self.off_policy_mask_threshold is None and self.top_entropy_quantile == 1.0
+
+    def replaced(self, terms: PolicyTerms, logps: Tensor, entropy: Tensor, sequences: Sequences) -> PolicyTerms:
+        """Return the terms with these weights."""
+        weight, entropy_weight = terms.weight, terms.entropy_weight
+        old = logps if terms.old_logps is None else terms.old_logps
+        if self.vespo is not None:
+            weight = weight * vespo_weight(logps - old, terms.advantages, self.correction, sequences, self.vespo)
+        if self.off_policy_mask_threshold is not None:
+            # The sampler's log-probability is NaN where it could not score a token.
+            sampled = self.sampling_per_token_logps
+            drift = ((old if sampled is None else per_token(sampled, sequences)) - logps).nan_to_num(0.0)
+            drift = sequences.expand_to_tokens(sequences.token_means(drift))
+            weight = weight * ((terms.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
+        if self.top_entropy_quantile < 1.0:
+            selected = high_entropy_mask(entropy, sequences.mask, self.top_entropy_quantile)
+            weight = torch.where(selected, weight, 0.0)
+            if entropy_weight is not None:
+                entropy_weight = _mean_weights(self.entropy_coef, selected, selected.sum())
+        return replace(terms, weight=weight, entropy_weight=entropy_weight)
 
 
 def without_last_axis(advantages: Tensor) -> Tensor:

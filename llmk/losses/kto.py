@@ -8,26 +8,25 @@ from torch import Tensor
 from llmk.losses._batch import (
     INTEGERS,
     NUMBERS,
-    Head,
+    Batch,
     VocabGroup,
     check_denominator,
     check_per_sequence,
     check_positive,
-    check_reference,
     check_tensor,
     denominator_of,
-    make_sequences,
     mean_over_tokens,
-    resolve_num_sequences,
 )
-from llmk.losses._ranks import Groups, make_ranks, sum_over
+from llmk.losses._ranks import Groups, sum_over
 from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions
-from llmk.registry import check_finite, check_not_negative, check_option, check_same
+from llmk.registry import check_finite, check_not_negative, check_option, check_same, with_arguments
 
 LABELS = (torch.bool, *INTEGERS, torch.int8, torch.uint8)
 
 
+@with_arguments
 def kto(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, label: Tensor, *,
     ref_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_linear_weight: Tensor | None = None,
     ref_linear_bias: Tensor | None = None, kl: Tensor | float | None = None, beta: float = 0.1,
@@ -79,47 +78,27 @@ def kto(
     check_not_negative("desirable_weight", desirable_weight)
     check_not_negative("undesirable_weight", undesirable_weight)
     check_option("loss_type", loss_type, ("kto", "apo_zero_unpaired"))
-    count = resolve_num_sequences(None, "label", label)
-    ranks = make_ranks(group, context_group)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
+    batch = Batch.of(arguments, counted_by="label")
+    sequences, ranks = batch.sequences, batch.sequences.ranks
     check_per_sequence("label", label, sequences.slots, target, LABELS, "truth values (bool, or integers 0 and 1)")
-    check_reference(input, linear_weight, ref_logps, ref_input, ref_linear_weight, ref_linear_bias)
-    if ref_logps is not None:
-        check_per_sequence("ref_logps", ref_logps, sequences.slots, target)
-
-    head = Head(
-        linear_weight,
-        linear_bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        skip_ignored,
-        chunk_size,
-        logits_dtype,
-        vocab_group,
-    )
-    if ref_logps is None:
-        assert ref_input is not None
-        assert ref_linear_weight is not None
-        ref_head = head.reference(ref_linear_weight, ref_linear_bias)
-        ref_logps = sequences.sum(ref_head.logprobs(ref_input.detach(), target)[0])
-    ref_logps = ref_logps.detach().float()
+    ref_logps = batch.reference_logps(arguments, sequences.sum)
     shift = _shift(kl, ref_logps)
     base = ref_logps + shift if loss_type == "kto" else ref_logps
     sign = 2.0 * label.to(ref_logps.dtype) - 1.0
     sign, label = torch.where(sign.abs() == 1.0, sign, float("nan")), label != 0
     weights = torch.where(label, desirable_weight, undesirable_weight * ref_logps.new_ones(()))
-    options = LossOptions(beta)
-    if head.supports_groups(sequences):
+    options = LossOptions(beta=beta)
+    if batch.supports_groups:
         denominator = denominator_of(sequences.num_sequences() if num_items_in_batch is None else num_items_in_batch)
-        loss, token_logps, entropy = head.preference(
-            input, target, sign * base, sequences, token_weight=sign.unsqueeze(1).expand(target.shape),
-            group_weight=weights / denominator, loss_type="kto", **options._asdict(),
-        )  # fmt: skip
-        loss = sum_over(ranks.sequences, loss)
+        loss, token_logps, entropy = batch.preference(
+            sign * base,
+            token_weight=sign.unsqueeze(1).expand(target.shape),
+            group_weight=weights / denominator,
+            loss_type="kto",
+            **options._asdict(),
+        )
     else:
-        token_logps, entropy = head.logprobs(input, target)
+        token_logps, entropy = batch.logprobs()
         losses = weights * LOSSES["kto"].value(options, sign * (sequences.sum(token_logps) - base))
         loss = sequences.checked(sequences.mean(losses, num_items_in_batch))
     logps = sequences.sum(token_logps.detach())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llmk.losses._batch import (
-    Head,
+    Batch,
     Sequences,
     VocabGroup,
     check_between,
@@ -14,21 +14,19 @@ from llmk.losses._batch import (
     check_is_tensor,
     check_per_sequence,
     check_per_token,
-    check_positive,
-    make_sequences,
     mean_over_tokens,
-    resolve_num_sequences,
-    without_unsupported,
 )
-from llmk.losses._policy import AGGREGATIONS, Totals, check_totals, policy_terms
-from llmk.losses._ranks import make_ranks
+from llmk.losses._policy import AGGREGATIONS, aggregation_weights, policy_terms
 from llmk.losses._sampling import masked_max, masked_min
 from llmk.losses.grpo import check_advantages, per_token, without_last_axis
-from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded, check_above_one
-from llmk.registry import check_not_negative, check_option
+from llmk.ops.linear_loss.fused_linear_policy import check_policy_options
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded
+from llmk.registry import check_not_negative, check_option, from_arguments, with_arguments
 
 
+@with_arguments
 def reinforce(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     loss_agg: str = "token", max_completion_length: int | None = None,
     num_sequences_in_batch: Tensor | float | None = None, count_empty_sequences: bool = True,
@@ -65,33 +63,19 @@ def reinforce(
     Source: Williams, 1992, https://doi.org/10.1007/BF00992696.
     """
     check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
-    ranks = make_ranks(group, context_group)
     advantages = without_last_axis(advantages)
-    count = resolve_num_sequences(num_sequences, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks, vocab_group)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
+    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
+    sequences = batch.sequences
     check_advantages(advantages, sequences)
-    totals = Totals(num_items_in_batch, max_completion_length, num_sequences_in_batch, count_empty_sequences)
-    check_totals(loss_agg, sequences, totals)
-    head = Head(
-        linear_weight,
-        linear_bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        skip_ignored,
-        chunk_size,
-        logits_dtype,
-        vocab_group,
-    )
-    weight = AGGREGATIONS[loss_agg](sequences, totals)
-    terms = policy_terms(PolicyOptions("reinforce"), per_token(advantages, sequences), weight, sequences)
-    loss, _, entropy = head.policy(input, target, terms, sequences, support)
-    return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)} | replay
+    weight = aggregation_weights(loss_agg, sequences, arguments)
+    terms = policy_terms(PolicyOptions(loss_type="reinforce"), per_token(advantages, sequences), weight, sequences)
+    loss, _, entropy = batch.policy(terms)
+    return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)} | batch.outside
 
 
+@with_arguments
 def rloo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_logps: Tensor | None = None, epsilon: float = 0.2, epsilon_high: float | None = None,
     max_log_ratio: float | None = None, num_items_in_batch: Tensor | float | None = None,
@@ -128,42 +112,23 @@ def rloo(
 
     Sources: Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740. Reference implementation: `trl.RLOOTrainer`.
     """
-    check_between("epsilon", epsilon, 0.0, float("inf"))
-    if epsilon_high is not None:
-        check_not_negative("epsilon_high", epsilon_high)
-    check_denominator("num_items_in_batch", num_items_in_batch)
-    if max_log_ratio is not None:
-        check_positive("max_log_ratio", max_log_ratio)
-    ranks = make_ranks(group, context_group)
-    advantages = without_last_axis(advantages)
-    count = resolve_num_sequences(None, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks, vocab_group)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
-    for name, value in (("advantages", advantages), ("old_logps", old_logps)):
-        if name == "advantages" or value is not None:
-            check_per_sequence(name, value, sequences.slots, target)
-    head = Head(
-        linear_weight,
-        linear_bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        skip_ignored,
-        chunk_size,
-        logits_dtype,
-        vocab_group,
-    )
     high = epsilon if epsilon_high is None else epsilon_high
+    options = from_arguments(PolicyOptions, arguments, importance_sampling_level="sequence_sum", epsilon_high=high)
+    check_policy_options(options)
+    check_denominator("num_items_in_batch", num_items_in_batch)
+    advantages = without_last_axis(advantages)
+    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
+    sequences, ranks = batch.sequences, batch.sequences.ranks
+    check_per_sequence("advantages", advantages, sequences.slots, batch.target)
+    if old_logps is not None:
+        check_per_sequence("old_logps", old_logps, sequences.slots, batch.target)
     lengths, advantages = sequences.lengths.clamp(min=1.0), advantages.detach().float()
     old = None if old_logps is None else old_logps.detach().float()
-    options = PolicyOptions("clipped", "sequence_sum", epsilon, high, max_log_ratio=max_log_ratio)
-    terms = policy_terms(
-        options, per_token(advantages, sequences),
-        sequences.mask * AGGREGATIONS["sequence_mean"](sequences, Totals(num_sequences=num_items_in_batch)), sequences,
-        None if old is None else per_token(old / lengths, sequences),
-    )  # fmt: skip
-    loss, token_logps, entropy = head.policy(input, target, terms, sequences, support)
+    items = {"num_sequences_in_batch": num_items_in_batch}
+    weight = sequences.mask * aggregation_weights("sequence_mean", sequences, items)
+    old_of_tokens = None if old is None else per_token(old / lengths, sequences)
+    terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old_of_tokens)
+    loss, token_logps, entropy = batch.policy(terms)
     logps = sequences.sum(token_logps)
     ratio = bounded(logps - (logps if old is None else old), max_log_ratio).exp()
     # An empty completion has no token that could carry its loss.
@@ -181,7 +146,7 @@ def rloo(
         "clip_ratio/high_mean": high_mean,
         "clip_ratio/high_max": masked_max(high_clips, all_sequences, ranks.sequences),
         "clip_ratio/region_mean": low_mean + high_mean,
-        **replay,
+        **batch.outside,
     }
     return sequences.checked(loss), metrics
 
@@ -190,7 +155,9 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) -> 
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
+@with_arguments
 def ppo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_per_token_logps: Tensor | None = None, cliprange: float = 0.2, values: Tensor | None = None,
     old_values: Tensor | None = None, returns: Tensor | None = None, cliprange_value: float = 0.2,
@@ -246,41 +213,19 @@ def ppo(
     check_between("cliprange_value", cliprange_value, 0.0, float("inf"))
     check_not_negative("vf_coef", vf_coef)
     check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
-    if max_log_ratio is not None:
-        check_positive("max_log_ratio", max_log_ratio)
-    if clip_ratio_c is not None:
-        check_above_one("clip_ratio_c", clip_ratio_c)
-    ranks = make_ranks(group, context_group)
+    options = from_arguments(PolicyOptions, arguments, epsilon=cliprange, epsilon_high=cliprange)
+    check_policy_options(options)
     advantages = without_last_axis(advantages)
-    count = resolve_num_sequences(num_sequences, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks, vocab_group)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
+    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
+    sequences = batch.sequences
     check_advantages(advantages, sequences)
     if old_per_token_logps is not None:
-        check_per_token("old_per_token_logps", old_per_token_logps, target)
-    _check_values(values, old_values, returns, target)
-    totals = Totals(num_items_in_batch, max_completion_length, num_sequences_in_batch, count_empty_sequences)
-    check_totals(loss_agg, sequences, totals)
-
-    head = Head(
-        linear_weight,
-        linear_bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        skip_ignored,
-        chunk_size,
-        logits_dtype,
-        vocab_group,
-    )
+        check_per_token("old_per_token_logps", old_per_token_logps, batch.target)
+    _check_values(values, old_values, returns, batch.target)
+    weight = aggregation_weights(loss_agg, sequences, arguments)
     old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
-    options = PolicyOptions(
-        epsilon=cliprange, epsilon_high=cliprange, max_log_ratio=max_log_ratio, clip_ratio_c=clip_ratio_c
-    )
-    weight = AGGREGATIONS[loss_agg](sequences, totals)
     terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old)
-    policy, logps, entropy = head.policy(input, target, terms, sequences, support)
+    policy, logps, entropy = batch.policy(terms)
     ratio, negative = terms.ratio(logps), terms.advantages < 0
     clips = torch.where(negative, ratio < 1 - cliprange, (ratio > 1 + cliprange) & (terms.advantages > 0))
     metrics = {
@@ -288,7 +233,7 @@ def ppo(
         "policy/approxkl_avg": 0.5 * mean_over_tokens((logps - (logps if old is None else old)).square(), sequences),
         "policy/clipfrac_avg": mean_over_tokens((clips & sequences.mask).float(), sequences),
         "loss/policy_avg": policy.detach(),
-        **replay,
+        **batch.outside,
     }
     if clip_ratio_c is not None:
         metrics["policy/clipfrac_dual_avg"] = mean_over_tokens((negative & (ratio > clip_ratio_c)).float(), sequences)

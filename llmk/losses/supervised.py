@@ -8,24 +8,23 @@ import torch
 from torch import Tensor
 
 from llmk.losses._batch import (
-    Head,
+    Batch,
     VocabGroup,
     check_batch,
     check_denominator,
     check_list,
     check_per_token,
     cross_entropy_sum,
-    make_sequences,
     mean_over_tokens,
-    scaled,
 )
 from llmk.losses._policy import policy_terms, token_denominator
-from llmk.losses._ranks import make_ranks
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions
-from llmk.registry import check_finite, check_not_negative
+from llmk.registry import check_finite, check_not_negative, with_arguments
 
 
+@with_arguments
 def sft(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     token_weights: Tensor | None = None, entropy_coef: float = 0.0, num_items_in_batch: Tensor | float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
@@ -67,32 +66,23 @@ def sft(
     """
     check_finite("entropy_coef", entropy_coef)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, None, ranks=make_ranks(group))
+    batch = Batch.of(arguments)
+    sequences = batch.sequences
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
-    head = Head(
-        linear_weight,
-        linear_bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        skip_ignored,
-        chunk_size,
-        logits_dtype,
-        vocab_group,
-    )
     mask = sequences.mask.float()
     per_token = mask if token_weights is None else torch.where(sequences.mask, token_weights.detach().float(), 0.0)
     weight = mask / token_denominator(num_items_in_batch, sequences)
-    terms = policy_terms(PolicyOptions("reinforce"), per_token, weight, sequences)
+    terms = policy_terms(PolicyOptions(loss_type="reinforce"), per_token, weight, sequences)
     if entropy_coef != 0.0:
         terms = replace(terms, entropy_weight=entropy_coef * mask / token_denominator(None, sequences))
-    loss, _, entropy = head.policy(input, target, terms, sequences)
+    loss, _, entropy = batch.policy(terms)
     return loss, {"entropy": mean_over_tokens(entropy, sequences)}
 
 
+@with_arguments
 def dft(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
@@ -122,27 +112,18 @@ def dft(
     with `loss_type="dft"`.
     """
     check_denominator("num_items_in_batch", num_items_in_batch)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, None, ranks=make_ranks(group))
-    head = Head(
-        linear_weight,
-        linear_bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        skip_ignored,
-        chunk_size,
-        logits_dtype,
-        vocab_group,
-    )
+    batch = Batch.of(arguments)
+    sequences = batch.sequences
     mask = sequences.mask.float()
     weight = mask / token_denominator(num_items_in_batch, sequences)
-    terms = policy_terms(PolicyOptions("dft"), mask, weight, sequences)
-    loss, _, entropy = head.policy(input, target, terms, sequences)
+    terms = policy_terms(PolicyOptions(loss_type="dft"), mask, weight, sequences)
+    loss, _, entropy = batch.policy(terms)
     return loss, {"entropy": mean_over_tokens(entropy, sequences)}
 
 
+@with_arguments
 def multi_token(
+    arguments: dict[str, Any], /,
     inputs: Sequence[Tensor], linear_weight: Tensor | Sequence[Tensor], targets: Sequence[Tensor], *,
     num_items_in_batch: Tensor | float | Sequence[Tensor | float] | None = None,
     head_weights: Sequence[float] | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
@@ -201,23 +182,13 @@ def multi_token(
         check_finite("head_weights", value)
     check_not_negative("z_loss", z_loss)
     check_finite("logit_scale", logit_scale)
-    ranks = make_ranks(group)
-    for i, batch in enumerate(zip(inputs, weights, targets, strict=True)):
+    for i, each in enumerate(zip(inputs, weights, targets, strict=True)):
         place = "" if isinstance(linear_weight, Tensor) else f"[{i}]"
-        check_batch(*batch, ignore_index, names=(f"inputs[{i}]", f"linear_weight{place}", f"targets[{i}]"))
-    batches = [
-        make_sequences(x, w, t, ignore_index, None, ranks=ranks)
-        for x, w, t in zip(inputs, weights, targets, strict=True)
-    ]
-    scaled_inputs = [scaled(logit_scale, x, linear_bias) for x in inputs]
-    losses = [
-        sequences.total(cross_entropy_sum(
-            x, w, t, vocab_group, linear_bias=bias, ignore_index=ignore_index,
-            label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, chunk_size=chunk_size,
-            logits_dtype=logits_dtype,
-        ))
-        / token_denominator(items, sequences)
-        for (x, bias), w, t, sequences, items in zip(scaled_inputs, weights, targets, batches, num_items, strict=True)
-    ]  # fmt: skip
+        check_batch(*each, ignore_index, names=(f"inputs[{i}]", f"linear_weight{place}", f"targets[{i}]"))
+    losses = []
+    for x, w, t, items in zip(inputs, weights, targets, num_items, strict=True):
+        batch = Batch.of({**arguments, "input": x, "linear_weight": w, "target": t})
+        total = cross_entropy_sum(batch.head, t, label_smoothing=label_smoothing, z_loss=z_loss)
+        losses.append(batch.sequences.total(total) / token_denominator(items, batch.sequences))
     metrics = {f"loss/head_{i}": loss.detach() for i, loss in enumerate(losses)}
     return torch.stack([scale * loss for scale, loss in zip(scales, losses, strict=True)]).sum(), metrics

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.ops.linear_loss.chunked import VocabSlice, check_chunk_size, check_temperature
+from llmk.ops.linear_loss.chunked import VocabSlice
 from llmk.ops.linear_loss.drivers.contrastive import REDUCTIONS as CONTRASTIVE_REDUCTIONS
 from llmk.ops.linear_loss.drivers.logprobs import check_k
+from llmk.ops.linear_loss.head import check_chunk_size, check_temperature
 from llmk.ops.loss.cross_entropy_options import check_loss_numbers
 from llmk.ops.loss.giou_loss import check_giou_options
 from llmk.ops.loss.kl_div import REDUCTIONS

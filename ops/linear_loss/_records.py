@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked import Sizes, kept_rows, product_flops, wants_float32
+from llmk.ops.linear_loss.chunked import Sizes, kept_rows, product_flops
 from llmk.registry import Cost, Sample
 
 
@@ -77,7 +77,7 @@ def linear_plan(
 ) -> str:
     """Say in how many tokens at a time a linear layer over classes is computed, whose gradients one pass makes."""
     N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
-    wide = wants_float32(logits_dtype, input)
+    wide = logits_dtype in (None, torch.float32)
     sizes = Sizes.of(N, H, V, input.dtype, wide, remade=kept > 0, kept=kept)
     return sizes.described(on_host=input.is_cpu, chunk_size=chunk_size, stored=stored)
 

@@ -335,7 +335,7 @@ def fused_linear_policy(
     `objectives/policy.py`. Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
     call = PolicyCall.checked(locals())
-    _check_loss(call)
+    _check_call(call)
     for name in ("target", *PER_TOKEN):
         tensor = getattr(call, name)
         if tensor is not None:
@@ -352,8 +352,7 @@ def fused_linear_policy(
     return loss, logprobs.masked_fill(outside, float("-inf")), entropy
 
 
-def _check_loss(call: PolicyCall) -> None:
-    options = call.options
+def check_policy_options(options: PolicyOptions) -> None:
     check_option("loss_type", options.loss_type, tuple(LOSSES))
     check_option("importance_sampling_level", options.importance_sampling_level, LEVELS)
     check_option("kl_estimator", options.kl_estimator, tuple(ESTIMATORS))
@@ -365,8 +364,13 @@ def _check_loss(call: PolicyCall) -> None:
     for name in ("sapo_temperature_pos", "sapo_temperature_neg", "max_log_ratio"):
         if getattr(options, name) is not None:
             check_number(name, getattr(options, name), TINY, LARGEST, "a finite positive number")
-    if options.importance_sampling_level != "token" and call.input.dim() < 2:
-        expected = f"[..., S, H] with importance_sampling_level {options.importance_sampling_level!r}"
+
+
+def _check_call(call: PolicyCall) -> None:
+    check_policy_options(call.options)
+    level = call.options.importance_sampling_level
+    if level != "token" and call.input.dim() < 2:
+        expected = f"[..., S, H] with importance_sampling_level {level!r}"
         raise ValueError(f"input: expected shape {expected}, got {tuple(call.input.shape)}")
     if (call.kl_weight is None) != (call.ref_logps is None):
         name, other = ("ref_logps", "kl_weight") if call.ref_logps is None else ("kl_weight", "ref_logps")

@@ -1,18 +1,12 @@
 """A linear layer over a vocabulary, a chunk of tokens at a time, and a call of a loss over it as one value."""
 
 from llmk.ops.linear_loss.chunked._call import (
-    DIFFERENTIABLE,
     LinearCall,
     LinearOp,
-    check_chunk_size,
-    check_linear,
-    check_temperature,
-    checked_linear,
     fake_gradients,
     local_fields,
     product_flops,
     recomputing_op,
-    wants_float32,
     with_shard,
 )
 from llmk.ops.linear_loss.chunked._linear import (
@@ -27,7 +21,6 @@ from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice, vocab_slice
 
 __all__ = [
-    "DIFFERENTIABLE",
     "ChunkedLinear",
     "CompactedTokens",
     "LinearCall",
@@ -37,10 +30,6 @@ __all__ = [
     "Sizes",
     "VocabShard",
     "VocabSlice",
-    "check_chunk_size",
-    "check_linear",
-    "check_temperature",
-    "checked_linear",
     "fake_gradients",
     "float16_scale",
     "kept_rows",
@@ -51,6 +40,5 @@ __all__ = [
     "recomputing_op",
     "scaled",
     "vocab_slice",
-    "wants_float32",
     "with_shard",
 ]

@@ -14,26 +14,12 @@ from llmk.ops.linear_loss.chunked._dynamic_rows import RowCounts, can_group_clas
 from llmk.ops.linear_loss.chunked._linear import CompactedTokens
 from llmk.ops.linear_loss.chunked._plan import Plan, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice
+from llmk.ops.linear_loss.head import DIFFERENTIABLE, Head
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
-from llmk.registry import (
-    LARGEST,
-    CallOp,
-    FromArguments,
-    KernelOp,
-    autocast_dtype,
-    check_dtype,
-    check_number,
-    check_same,
-    check_shape,
-    from_arguments,
-    is_sharded,
-)
-from llmk.registry.checks import TINY, resolve_group
+from llmk.registry import CallOp, FromArguments, KernelOp, from_arguments, is_sharded
+from llmk.registry.checks import resolve_group
 from llmk.registry.devices import runs_kernels
 from llmk.registry.eager.bypass import PLAIN_TENSORS
-
-DIFFERENTIABLE = ["input", "linear_weight", "linear_bias"]
-"""A linear layer's tensors, by their names in a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,13 +147,9 @@ class LinearCall(FromArguments):
 
     @classmethod
     def checked(cls, arguments: Mapping[str, Any]) -> Self:
-        """Check the linear layer's tensors, cast them under autocast, and return the call with these arguments.
-
-        In place of `float32_logits` they have the `logits_dtype` of the caller; without either logits are float32.
-        """
-        linear = checked_linear(*(arguments[name] for name in DIFFERENTIABLE))
-        float32_logits = wants_float32(arguments.get("logits_dtype"), linear[0])
-        call = cls.of(arguments, **dict(zip(DIFFERENTIABLE, linear, strict=True)), float32_logits=float32_logits)
+        """Check the projection of a public operator's arguments, cast it under autocast, and return their call."""
+        head = Head.of(arguments).checked()
+        call = cls.of({**arguments, **head.arguments()}, float32_logits=head.float32_logits)
         call.check_classes()
         return call
 
@@ -188,53 +170,6 @@ class LinearCall(FromArguments):
 def dx_dtype(dtype: torch.dtype, shard: VocabShard | None) -> torch.dtype:
     """Return the dtype of the input's gradient: float32 where it is summed over ranks before it is rounded."""
     return dtype if shard is None or not shard.dx_group_name else torch.float32
-
-
-def checked_linear(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, names: Sequence[str] = DIFFERENTIABLE
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check that a linear layer's tensors fit each other and return them, cast under autocast."""
-    check_linear(input, linear_weight, linear_bias, names)
-    dtype = autocast_dtype(input.device)
-    if dtype is not None:
-        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
-        linear_bias = linear_bias if linear_bias is None else linear_bias.to(dtype)
-    return input, linear_weight, linear_bias
-
-
-def check_linear(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, names: Sequence[str] = DIFFERENTIABLE
-) -> None:
-    """Check that a linear layer's tensors fit each other, in dtype too unless autocast makes them."""
-    x, w, b = names
-    check_dtype(x, input)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"{x}: expected shape [..., H] with H at least 1, got {tuple(input.shape)}")
-    H = input.shape[-1]
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != H:
-        raise ValueError(f"{w}: expected shape [V, {H}] to fit {x}, got {tuple(linear_weight.shape)}")
-    is_cast = autocast_dtype(input.device) is not None
-    for name, tensor in ((w, linear_weight), (b, linear_bias)):
-        if tensor is not None:
-            check_dtype(name, tensor)
-            check_same(name, tensor, x, input, dtype=not is_cast)
-    if linear_bias is not None:
-        check_shape(b, linear_bias, linear_weight.shape[:1], f"one for each class of {w}")
-
-
-def wants_float32(logits_dtype: torch.dtype | None, input: Tensor) -> bool:
-    """Return True if logits are to be float32, the default, and False if they are to have the input's dtype."""
-    if logits_dtype not in (None, torch.float32, input.dtype):
-        raise TypeError(f"logits_dtype: expected None, torch.float32 or {input.dtype} as input, got {logits_dtype}")
-    return logits_dtype in (None, torch.float32)
-
-
-def check_chunk_size(chunk_size: int) -> None:
-    check_number("chunk_size", chunk_size, 0, math.inf, "a number of tokens, or 0 to have it chosen")
-
-
-def check_temperature(temperature: float) -> None:
-    check_number("temperature", temperature, TINY, LARGEST, "a finite positive number")
 
 
 def local_fields(

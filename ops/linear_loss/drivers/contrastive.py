@@ -7,9 +7,9 @@ key, and in the backward pass the gradient of each query's loss. The gradient of
 of which has the part of its own queries: float32, in the ranks' order, and rounded once.
 """
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -20,15 +20,15 @@ from llmk.ops.linear_loss.chunked import (
     ChunkedLinear,
     CompactedTokens,
     LinearGradients,
-    check_chunk_size,
-    check_temperature,
     float16_scale,
     largest,
     plan,
     scaled,
 )
+from llmk.ops.linear_loss.head import check_chunk_size, check_temperature
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Gradients, Implementation, Products, Similarities
 from llmk.registry import (
+    CallOp,
     FromArguments,
     KernelOp,
     autocast_dtype,
@@ -126,7 +126,7 @@ class ContrastiveCall(FromArguments):
         sizes = query.shape[0], query.shape[1], keys.shape[0], query.dtype
         chosen = plan(*sizes, float32_logits=stored, on_host=impl.on_host, chunk_size=self.chunk_size, remade=True)
         if self.group_name:  # the sum over the ranks is rounded
-            chosen = dataclasses.replace(chosen, rounded_sums=False)
+            chosen = replace(chosen, rounded_sums=False)
         return ChunkedLinear(query, keys, None, chosen, float32_logits=stored, stored=stored)
 
     def similarities(self, factor: Tensor, key_ids: Tensor | None, block: slice) -> Similarities:
@@ -234,7 +234,7 @@ def _reduced(impl: Implementation, call: ContrastiveCall, losses: Tensor) -> Ten
 
 
 def _backward(
-    impl: Implementation, call: ContrastiveCall, grad: Tensor, row_stats: Tensor, column_stats: Tensor,
+    impl: Implementation, grad: Tensor, row_stats: Tensor, column_stats: Tensor, call: ContrastiveCall,
     need_query: bool, need_key: bool, need_negatives: bool, need_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Make the products again, and the gradients that are needed."""
@@ -291,67 +291,46 @@ class ContrastiveOps:
     """The kernel ops of one public operator."""
 
     def __init__(self, name: str) -> None:
-        self.forward = KernelOp(_contrastive_fwd, name=f"_{name}_fwd", opaque=True)
-        self.backward = KernelOp(_contrastive_bwd, name=f"_{name}_bwd", opaque=True)
-        self.forward.register_kernel("cpu")(lambda *args: _forward(PYTORCH, ContrastiveCall(*args)))
-        self.backward.register_kernel("cpu")(lambda *args: _unpacked_backward(PYTORCH, *args))
-        self.forward.register_fake(_fake_forward)
-        self.forward.register_flop_formula(lambda *args, out_val=None: _product(ContrastiveCall(*args)))
-        self.backward.register_flop_formula(_backward_flops)
+        self.forward = CallOp(
+            f"_{name}_fwd",
+            ContrastiveCall,
+            partial(_forward, KERNELS),
+            on_host=partial(_forward, PYTORCH),
+            outputs=3,
+            fake=_fake_forward,
+            flops=_product,
+        )
+        self.backward = CallOp(
+            f"_{name}_bwd",
+            ContrastiveCall,
+            partial(_backward, KERNELS),
+            on_host=partial(_backward, PYTORCH),
+            outputs=4,
+            fake=None,
+            flops=_backward_flops,
+        )
         for op in self.kernel_ops:
             op.register_sharding(replicate_only)
-        self.forward.register_backward(
-            self.backward,
+        self.forward.op.register_backward(
+            self.backward.op,
             outputs=("loss", "row_stats", "column_stats"),
             depends_on=[["query", "key", "negatives", "scale"]],
         )
 
     @property
     def kernel_ops(self) -> tuple[KernelOp, KernelOp]:
-        return self.forward, self.backward
+        return self.forward.op, self.backward.op
 
     def __call__(self, arguments: Mapping[str, Any]) -> Tensor:
         """Return the loss from the public operator's arguments."""
-        call = ContrastiveCall.checked(arguments)
-        loss, *_ = self.forward(*(getattr(call, field.name) for field in dataclasses.fields(call)))
+        loss, *_ = self.forward(ContrastiveCall.checked(arguments))
         return loss
 
 
-def _contrastive_fwd(
-    query: Tensor, key: Tensor, negatives: Tensor | None, scale: Tensor | None, query_ids: Tensor | None,
-    key_ids: Tensor | None, negative_ids: Tensor | None, temperature: float, symmetric: bool, reduction: str,
-    chunk_size: int, group_name: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    call = ContrastiveCall(
-        query, key, negatives, scale, query_ids, key_ids, negative_ids, temperature, symmetric, reduction, chunk_size,
-        group_name,
-    )  # fmt: skip
-    return _forward(KERNELS, call)
-
-
-def _contrastive_bwd(
-    grad: Tensor, row_stats: Tensor, column_stats: Tensor, query: Tensor, key: Tensor, negatives: Tensor | None,
-    scale: Tensor | None, query_ids: Tensor | None, key_ids: Tensor | None, negative_ids: Tensor | None,
-    temperature: float, symmetric: bool, reduction: str, chunk_size: int, group_name: str,
-    need_query: bool, need_key: bool, need_negatives: bool, need_scale: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    call = ContrastiveCall(
-        query, key, negatives, scale, query_ids, key_ids, negative_ids, temperature, symmetric, reduction, chunk_size,
-        group_name,
-    )  # fmt: skip
-    return _backward(KERNELS, call, grad, row_stats, column_stats, need_query, need_key, need_negatives, need_scale)
-
-
-def _unpacked_backward(impl: Implementation, *args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (grad, row_stats, column_stats), fields, need = args[:3], args[3:-4], args[-4:]
-    return _backward(impl, ContrastiveCall(*fields), grad, row_stats, column_stats, *need)
-
-
-def _fake_forward(query, key, negatives, symmetric, reduction, group_name) -> tuple[Tensor, Tensor, Tensor]:
-    N, ranks = query.shape[0], group_named(group_name).size() if group_name else 1
-    M = ranks * (N if negatives is None else N + negatives.shape[0])
-    shapes = (N,) if reduction == "none" else (), (2, N), (2, M) if symmetric else (0,)
-    loss, row_stats, column_stats = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+def _fake_forward(call: ContrastiveCall) -> tuple[Tensor, Tensor, Tensor]:
+    N, M = call.query.shape[0], call.rank_keys * call.ranks
+    shapes = (N,) if call.reduction == "none" else (), (2, N), (2, M) if call.symmetric else (0,)
+    loss, row_stats, column_stats = (call.query.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return loss, row_stats, column_stats
 
 
@@ -360,6 +339,6 @@ def _product(call: ContrastiveCall) -> int:
     return 2 * call.query.shape[0] * call.query.shape[1] * call.rank_keys * call.ranks
 
 
-def _backward_flops(*args, out_val=None) -> int:
-    need_query, need_key, need_negatives, _ = args[-4:]
-    return _product(ContrastiveCall(*args[3:-4])) * (1 + need_query + (need_key or need_negatives))
+def _backward_flops(grad: Tensor, row_stats: Tensor, column_stats: Tensor, call: ContrastiveCall, *need: bool) -> int:
+    need_query, need_key, need_negatives, _ = need
+    return _product(call) * (1 + need_query + (need_key or need_negatives))

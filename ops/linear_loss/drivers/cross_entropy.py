@@ -13,12 +13,9 @@ from torch import Tensor
 
 from llmk.ops.common.scaling import mean_of_all, scale_op
 from llmk.ops.linear_loss.chunked import (
-    DIFFERENTIABLE,
     CompactedTokens,
     LinearOp,
     VocabShard,
-    check_chunk_size,
-    check_linear,
     fake_gradients,
     local_fields,
     recomputing_op,
@@ -26,6 +23,7 @@ from llmk.ops.linear_loss.chunked import (
 )
 from llmk.ops.linear_loss.drivers.rows_call import RowsCall, check_classes, gradients_of
 from llmk.ops.linear_loss.engine import first_pass, in_forward, second_pass
+from llmk.ops.linear_loss.head import DIFFERENTIABLE, check_linear
 from llmk.ops.linear_loss.kernels import Implementation
 from llmk.ops.linear_loss.products import Transform
 from llmk.ops.linear_loss.softmax import STATISTICS, RowGradients, RowResults
@@ -328,5 +326,4 @@ def _checked_call(arguments: Mapping[str, Any]) -> CrossEntropyCall:
         check_dtype("row_weight", call.row_weight)
         check_shape("row_weight", call.row_weight, call.target.shape, "one for each token, the shape of target")
         check_same("row_weight", call.row_weight, "input", call.input)
-    check_chunk_size(call.chunk_size)
     return call

@@ -22,15 +22,11 @@ from torch import Tensor
 
 from llmk.ops.common.scaling import mean_of_all, scale_op
 from llmk.ops.linear_loss.chunked import (
-    DIFFERENTIABLE,
     ChunkedLinear,
     CompactedTokens,
     LinearCall,
     LinearGradients,
     LinearOp,
-    check_chunk_size,
-    check_temperature,
-    checked_linear,
     fake_gradients,
     float16_scale,
     largest,
@@ -38,7 +34,8 @@ from llmk.ops.linear_loss.chunked import (
     scaled,
     with_shard,
 )
-from llmk.ops.linear_loss.drivers.logprobs import NOT_IGNORED
+from llmk.ops.linear_loss.drivers.rows_call import NOT_IGNORED
+from llmk.ops.linear_loss.head import DIFFERENTIABLE, checked_linear
 from llmk.ops.linear_loss.kernels import MOST_SUPPORT, CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
 from llmk.ops.loss.divergence_math import Mixture
 from llmk.registry import (
@@ -516,6 +513,3 @@ def check_call(call: DistillationCall) -> None:
             check_shape(name, each, call.tokens, "one for each token")
             check_same(name, each, "input", call.input)
     check_number("beta", call.beta, 0.0, 1.0, "a number from 0 to 1")
-    check_temperature(call.temperature)
-    check_switch("softcap", call.softcap)
-    check_chunk_size(call.chunk_size)

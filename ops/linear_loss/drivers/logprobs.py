@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import (
-    DIFFERENTIABLE,
     ChunkedLinear,
     CompactedTokens,
     LinearOp,
-    check_chunk_size,
-    check_temperature,
     fake_gradients,
     local_fields,
     recomputing_op,
@@ -29,6 +26,7 @@ from llmk.ops.linear_loss.chunked import (
 )
 from llmk.ops.linear_loss.drivers.rows_call import RowsCall, check_classes, gradients_of, supports
 from llmk.ops.linear_loss.engine import SoftmaxRows, first_pass, in_forward, second_pass
+from llmk.ops.linear_loss.head import DIFFERENTIABLE
 from llmk.ops.linear_loss.kernels import MOST, MOST_SUPPORT, Candidates, Implementation, LogitTransform
 from llmk.ops.linear_loss.plan import Plan, fits
 from llmk.ops.linear_loss.products import Transform
@@ -38,10 +36,8 @@ from llmk.registry import (
     REPLICATE,
     KernelOp,
     check_dtype,
-    check_finite,
     check_number,
     check_same,
-    check_switch,
     gradient_of,
     replicate_only,
     row_axes,
@@ -55,15 +51,6 @@ class SoftmaxCall(RowsCall):
     logit_scale: float
     softcap: float
     temperature: float
-
-    @classmethod
-    def checked(cls, arguments: Mapping[str, Any]) -> Self:
-        call = super().checked(arguments)
-        check_temperature(call.temperature)
-        check_finite("logit_scale", call.logit_scale)
-        check_switch("softcap", call.softcap)
-        check_chunk_size(call.chunk_size)
-        return call
 
     @property
     def transform(self) -> Transform:

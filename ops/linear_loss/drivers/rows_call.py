@@ -16,6 +16,8 @@ from llmk.ops.linear_loss.projection import ALIGNED, Gradients
 from llmk.ops.linear_loss.support import Support
 from llmk.registry import cdiv
 
+NOT_IGNORED = -1
+"""An index to ignore that no class has."""
 SPARE = 2
 """Elements of `kept_buffer` past the exponentials."""
 
@@ -24,7 +26,7 @@ SPARE = 2
 class RowsCall(LinearCall):
     """A linear layer each of whose rows gives a few numbers."""
 
-    ignore_index: int = -1  # a class that does not count; -1 is none
+    ignore_index: int = NOT_IGNORED
 
     def can_compact(self, impl: Implementation) -> bool:
         """Return True if the tokens that do not count are skipped: torch's float32 products have no count on a GPU."""
