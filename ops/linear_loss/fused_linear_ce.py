@@ -31,8 +31,8 @@ from llmk.ops.linear_loss._patterns import FUSED_LINEAR_CE
 from llmk.ops.linear_loss._records import (
     Make,
     linear_cost,
-    linear_plan,
     linear_reference,
+    rows_plan,
     token_workload,
     token_workloads,
 )
@@ -138,7 +138,7 @@ def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
     workloads=fused_linear_ce_workloads,
     sized=token_workload,
     cost=fused_linear_ce_cost,
-    plan=linear_plan,
+    plan=rows_plan,
     patterns=FUSED_LINEAR_CE,
     choices=(
         "run for a second on an H200, it takes 1.04 to 1.08 times its own matrix products, 1.13 at 4096x2048x50257. At "

@@ -34,11 +34,11 @@ from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._patterns import LINEAR_LOGPROBS
 from llmk.ops.linear_loss._records import (
     Make,
-    kept_tokens,
+    keeps_exponentials,
     linear_cost,
-    linear_plan,
     linear_reference,
     one_rank,
+    rows_plan,
     token_workload,
     token_workloads,
 )
@@ -144,12 +144,12 @@ def linear_logprobs_workloads(device: torch.device, dtype: torch.dtype) -> Itera
 
 
 def linear_logprobs_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    part = kept_tokens(input, linear_weight, **options) / max(input.shape[:-1].numel(), 1)
-    return linear_cost(input, linear_weight, reads=3, products=4 - part)
+    return linear_cost(input, linear_weight, reads=3, products=4 - keeps_exponentials(input, linear_weight))
 
 
 def linear_logprobs_plan(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> str:
-    return linear_plan(input, linear_weight, kept=kept_tokens(input, linear_weight, **options), **options)
+    kept = ", the exponentials of all kept" if keeps_exponentials(input, linear_weight) else ""
+    return rows_plan(input, linear_weight, **options) + kept
 
 
 @public_op(

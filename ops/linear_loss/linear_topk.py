@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_reference, logsumexp_reference
-from llmk.ops.linear_loss._records import Make, kept_tokens, linear_cost, linear_plan, linear_reference, one_rank
+from llmk.ops.linear_loss._records import Make, linear_cost, linear_plan, linear_reference, one_rank
 from llmk.ops.linear_loss.drivers.logprobs import TopkOps
 from llmk.registry import Cost, Sample, public_op
 
@@ -84,12 +84,11 @@ def linear_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[
 
 
 def linear_topk_cost(input: Tensor, linear_weight: Tensor, k: int, **options: Any) -> Cost:
-    part = kept_tokens(input, linear_weight, **options) / max(input.shape[:-1].numel(), 1)
-    return linear_cost(input, linear_weight, reads=3, products=4 - part)
+    return linear_cost(input, linear_weight, reads=3, products=4)
 
 
 def linear_topk_plan(input: Tensor, linear_weight: Tensor, k: int, **options: Any) -> str:
-    return linear_plan(input, linear_weight, kept=kept_tokens(input, linear_weight, **options), **options)
+    return linear_plan(input, linear_weight, **options)
 
 
 @public_op(

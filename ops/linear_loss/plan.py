@@ -100,12 +100,10 @@ def _price(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> float:
     return time * memory(N, H, V, dtype, plan) ** MEMORY_EXPONENT
 
 
-def described(N: int, H: int, V: int, dtype: torch.dtype, *, on_host: bool, chunk_size: int = 0, kept: int = 0) -> str:
+def described(N: int, H: int, V: int, dtype: torch.dtype, *, on_host: bool, chunk_size: int = 0) -> str:
     """Say what the chosen plan is."""
     chosen = plan(N, H, V, dtype, on_host=on_host, chunk_size=chunk_size)
     element = 32 if on_host else 8 * dtype.itemsize
     parts = [f"{min(chosen.chunk_rows, N)} tokens a chunk, no logits in memory but {element}-bit exponentials"]
     parts.append(f"the gradient of the weight summed in {8 * dtype.itemsize if chosen.rounded_sums else 32} bits")
-    if kept:
-        parts.append(f"the exponentials of {kept} kept")
     return ", ".join(parts) + f": {memory(N, H, V, dtype, chosen) / 2**20:.0f} MiB by the plan's model"

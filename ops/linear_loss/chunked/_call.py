@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ class LinearCall(FromArguments):
         """The input and weight of each linear layer."""
         return ((self.input, self.linear_weight),)
 
+    clears_rows: ClassVar[bool] = True
+    """Rows past the count are zeros, as products read some of them: 0 times what they held would be NaN."""
+
     def can_compact(self, impl: Implementation) -> bool:
         """Return True if the tokens that do not count are skipped: not every GPU has products for it.
 
@@ -79,11 +82,12 @@ class LinearCall(FromArguments):
             return [compacted.gather(each) for each in value]
 
         rows: dict[str, Any] = {name: gathered(getattr(self, name)) for name in self.token_tensors}
+        past = compacted.past_count(self.tokens.numel())
+        if past is not None and self.clears_rows:
+            rows["input"] = rows["input"].masked_fill(past.unsqueeze(-1), 0.0)
         return compacted, replace(self, **rows)
 
-    def plan(
-        self, impl: Implementation, *, group: int = 1, layers: int = 1, remade: bool = False, kept: int = 0
-    ) -> Plan:
+    def plan(self, impl: Implementation, *, layers: int = 1, remade: bool = False) -> Plan:
         """Return the plan of the linear layer, or of several over the same classes."""
         return plan(
             self.tokens.numel(),
@@ -93,11 +97,9 @@ class LinearCall(FromArguments):
             float32_logits=self.float32_logits,
             on_host=impl.on_host,
             chunk_size=self.chunk_size,
-            group=group,
             layers=layers,
             dynamic=not impl.on_host and self.can_compact(impl),
             remade=remade,
-            kept=kept,
         )
 
     @property

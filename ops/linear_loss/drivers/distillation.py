@@ -144,7 +144,6 @@ class DistillationCall(LinearCall):
             softcap=self.softcap,
             teacher_softcap=teacher.softcap,
             exact=self.input.dtype == torch.float32,
-            leave_ignored=student.leaves_rows_past_count,
         )
 
     @property

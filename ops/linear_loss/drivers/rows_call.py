@@ -28,6 +28,8 @@ class RowsCall(LinearCall):
 
     ignore_index: int = NOT_IGNORED
 
+    clears_rows = False  # the kernels read no row past the count
+
     def can_compact(self, impl: Implementation) -> bool:
         """Return True if the tokens that do not count are skipped: torch's float32 products have no count on a GPU."""
         return self.skip_ignored and (impl.on_host or self.input.dtype != torch.float32)
