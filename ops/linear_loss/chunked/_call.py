@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,8 +48,10 @@ class LinearCall(FromArguments):
         """The input and weight of each linear layer."""
         return ((self.input, self.linear_weight),)
 
-    clears_rows: ClassVar[bool] = True
-    """Rows past the count are zeros, as products read some of them: 0 times what they held would be NaN."""
+    @property
+    def clears_rows(self) -> bool:
+        """True if rows past the count become zeros: products read some, and 0 times what they held might be NaN."""
+        return True
 
     def can_compact(self, impl: Implementation) -> bool:
         """Return True if the tokens that do not count are skipped: not every GPU has products for it.

@@ -28,7 +28,9 @@ class RowsCall(LinearCall):
 
     ignore_index: int = NOT_IGNORED
 
-    clears_rows = False  # the kernels read no row past the count
+    @property
+    def clears_rows(self) -> bool:
+        return False  # the kernels read no row past the count
 
     def can_compact(self, impl: Implementation) -> bool:
         """Return True if the tokens that do not count are skipped: torch's float32 products have no count on a GPU."""
