@@ -97,7 +97,7 @@ LOOKALIKES: dict[str, tuple[Form, str]] = {
     "too few zeros": (lambda x, w, b: F.conv1d(F.pad(x, (2, 0)), w, b, groups=D), "2 zeros before"),
     "too many zeros": (lambda x, w, b: F.conv1d(F.pad(x, (4, 0)), w, b, groups=D)[..., :T], "4 zeros before"),
     "twice padded": (lambda x, w, b: F.conv1d(F.pad(x, (3, 0)), w, b, padding=3, groups=D)[..., :T], "zeros on"),
-    "channels padded": (lambda x, w, b: F.conv1d(F.pad(x[:, 1:], (3, 0, 1, 0)), w, b, groups=D), "each by itself"),
+    "channels padded": (lambda x, w, b: F.conv1d(F.pad(x[:, 1:], (3, 0, 1, 0)), w, b, groups=D), "zeros on the left"),
     "ones": (lambda x, w, b: F.conv1d(F.pad(x, (3, 0), value=1.0), w, b, groups=D), "zeros on the left"),
     "reflected": (lambda x, w, b: F.conv1d(F.pad(x, (3, 0), "reflect"), w, b, groups=D), ""),
     "replicated": (lambda x, w, b: F.conv1d(F.pad(x, (3, 0), "replicate"), w, b, groups=D), ""),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compile_tests.helpers.fuzz_program import Input, Line, Program, Ref, map_refs, resolved, run_line
+from compile_tests.helpers.fuzz_spellings import SPELLINGS
 from llmk.compiler.rules import RewriteRule, all_rules
 
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
@@ -102,9 +103,11 @@ class Grower:
         if isinstance(pattern, list | tuple):
             return [self.grow(x) for x in pattern]
         fields = vars(pattern) if hasattr(pattern, "__dict__") and not isinstance(pattern, type) else None
-        if fields is None or isinstance(pattern, torch.dtype):
+        if fields is None or isinstance(pattern, torch.dtype | Ref):
             return pattern
         kind = type(pattern).__name__.lower()
+        if kind in SPELLINGS:
+            return SPELLINGS[kind](self, fields)
         if "patterns" in fields:
             return self.grow(self.alternatives.choice(fields["patterns"]))
         if {"args", "kwargs", "name"} <= fields.keys():
@@ -113,20 +116,21 @@ class Grower:
             self.bind(fields["name"], fields["constant"])
             return self.grow(fields["pattern"])
         if "pattern" in fields and "name" in fields:
-            return self._named(fields["name"], lambda: self.grow(fields["pattern"]))
+            return self.named(fields["name"], lambda: self.grow(fields["pattern"]))
         if "pattern" in fields:
             return self._grow_around(kind, fields)
         if "repeated" in kind:
             return self._repeated(fields["name"])
         if "name" in fields:
-            return self._named(fields["name"], lambda: leaf(self, fields["name"], kind))
+            return self.named(fields["name"], lambda: leaf(self, fields["name"], kind))
         raise NotGrown(f"a pattern of unknown kind: {type(pattern).__name__}")
 
     def bind(self, name: str, value: Any) -> None:
         if self.bound.setdefault(name, value) != value:
             raise NotGrown(f"{name} is something else already")
 
-    def _named(self, name: str, make: Callable[[], Any]) -> Any:
+    def named(self, name: str, make: Callable[[], Any]) -> Any:
+        """The value under a name, which is made where there is none."""
         if name not in self.bound:
             value = make()
             self.bound.setdefault(name, value)
@@ -151,7 +155,7 @@ class Grower:
 
     def option(self, where: str, made: list[Any], pattern: Any) -> Any:
         """A value for an argument that is not a tensor, or may be."""
-        return self._named(pattern.name, lambda: option(self, pattern.name, where, made))
+        return self.named(pattern.name, lambda: option(self, pattern.name, where, made))
 
     def _grow_around(self, kind: str, fields: dict[str, Any]) -> Any:
         x = self.grow(fields["pattern"])
@@ -189,6 +193,9 @@ class Grower:
 
     def _reshaped(self, x: Any) -> Ref:
         shape = self.shape(x)
+        if self.rule == "rms_norm_gated":  # to groups of features and back
+            groups = [*shape[:-1], 2, -1]
+            return self.call("flatten", x, -2, -1) if "groups" in self.bound else self.call("view", x, groups)
         if shape[-1] == 2 and len(shape) > 4:
             return (
                 self.call("flatten", x, -2, -1)
@@ -206,7 +213,7 @@ class Grower:
         return x
 
     def _repeated(self, name: str) -> Ref:
-        x = self._named(name, lambda: self.input(B, 1, S, H))
+        x = self.named(name, lambda: self.input(B, 1, S, H))
         batch, heads, tokens, width = self.shape(x)
         if self.random.random() < 0.3:
             return self.call("repeat_interleave", x, 2, 1)
@@ -225,7 +232,9 @@ def option(g: Grower, name: str, where: str, made: list[Any]) -> Any:
     last = len(g.shape(made[0])) - 1 if made and isinstance(made[0], Ref) else -1
     if name in ("dim", "axis", "summed"):
         dim = random.choice((-1, last))
-        return [dim] if where in ("mean", "var") else dim
+        return [dim] if where in ("mean", "var", "var_mean") else dim
+    if name in ("row_dim", "row_axis"):
+        return [-1] if where == "logsumexp" else -1
     if name == "normalized_shape":
         return g.shape(made[0])[-1:]
     if name == "target":
@@ -299,7 +308,7 @@ def _heads(g: Grower, name: str, shape: list[int]) -> Ref:
     """Heads, or what passes beside those that are rotated: mostly a part of the same tensor."""
     base, width = name.removesuffix("_rest"), HEADS[-1]
     if base == name and g.random.random() < 0.5:
-        wide = g._named(f"{base}_wide", lambda: g.input(*shape[:-1], width + 3))
+        wide = g.named(f"{base}_wide", lambda: g.input(*shape[:-1], width + 3))
         return g.call("slice", wide, -1, 0, width)
     if f"{base}_wide" in g.bound:
         return g.call("slice", g.bound[f"{base}_wide"], -1, width, 2**63 - 1)
@@ -321,7 +330,8 @@ def shape_of(g: Grower, name: str) -> list[int]:
     if g.rule == "attention":
         return [S, S] if name == "mask" else [B, 2, S, H]
     if name == "linear_weight":
-        return [V, g.shape(g.bound["input"])[-1]] if "input" in g.bound else [V, H]
+        features = g.shape(g.bound["input"])[-1] if "input" in g.bound else H
+        return [features, V] if "of_columns" in g.bound else [V, features]
     if name == "linear_bias":
         return [V]
     if name in ("weight", "bias"):

@@ -159,6 +159,7 @@ WIDEST: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]], st
     "rms_norm_gated 8192": (functional.rms_norm_gated, lambda: _rows(8192, 2), "backward"),
     "layer_norm 12288": (functional.layer_norm, lambda: (*_rows(12288, 1), _tensor(12288)), "backward"),
     "layer_norm 8192, float32": (functional.layer_norm, lambda: _rows(8192, 1, torch.float32), "backward"),
+    "softmax 32768": (functional.softmax, lambda: (_tensor(64, 32768),), "softmax_kernel"),
     "gated_delta_rule": (functional.gated_delta_rule, _of_recurrence, "states"),
 }
 """Calls that fill the shared memory of a larger GPU, and a part of the names of their kernels that do."""

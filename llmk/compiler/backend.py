@@ -12,7 +12,7 @@ from llmk.compiler import sums
 from llmk.compiler.effects import MutationsElsewhere
 from llmk.compiler.mask_propagation import remove_formula
 from llmk.compiler.replace import replace_all
-from llmk.compiler.report import EVERYTHING, Note, Report, module_of, warn_once
+from llmk.compiler.report import EVERYTHING, Note, Report, module_of, noted, warn_once, with_report
 from llmk.compiler.rules import RewriteRule, all_rules, chosen
 from llmk.compiler.segments import Segment, segments, why_it_stays
 from llmk.compiler.trace import Modes, NotTraced, checkpoint_body, pairs_of, put_back, returned_alone, traced
@@ -23,7 +23,8 @@ from llmk.registry.private import compilers
 class Backend:
     """A backend for `torch.compile`.
 
-    Two with the same settings are equal, so that Dynamo does not compile again for the second.
+    Two with the same settings are equal, so that Dynamo does not compile again for the second: the graphs of the first
+    are entered into the second's report when they run.
     """
 
     operators: frozenset[str]
@@ -48,8 +49,7 @@ class Backend:
             for module, graph in before.items():
                 module.graph = graph
             compiled = compilers.compile_fx(gm, example_inputs, config_patches=dict(self.config))
-        self.report.add(notes)
-        return compiled
+        return noted(compiled, notes, self.report)
 
     @property
     def rules(self) -> list[RewriteRule]:
@@ -183,7 +183,8 @@ def compile(
     """
     config = _config_of(mode, options, dynamic)
     backend = Backend(chosen(only, without), config, EVERYTHING if report is None else report, drop_logits, verify)
-    return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    return with_report(compiled, backend.report)
 
 
 def compile_report() -> Report:

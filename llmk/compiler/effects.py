@@ -47,9 +47,9 @@ UNDECLARED = {
 """Operators of ATen that may write into arguments that their schemas do not mark, and the names of these arguments."""
 
 EQUAL_WHEN_REPEATED = frozenset({
-    "alias", "chunk", "contiguous", "cos", "expand", "flatten", "narrow", "permute", "repeat_interleave", "reshape",
-    "select", "sin", "slice", "split", "split_with_sizes", "squeeze", "sym_size", "t", "to", "transpose", "type_as",
-    "unbind", "unflatten", "unsqueeze", "view", "_to_copy", "_unsafe_view",
+    "alias", "chunk", "contiguous", "cos", "expand", "expand_as", "flatten", "narrow", "permute", "repeat_interleave",
+    "reshape", "select", "sin", "slice", "split", "split_with_sizes", "squeeze", "sym_size", "t", "tensor_split", "to",
+    "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "_to_copy", "_unsafe_view",
 })  # fmt: skip
 """Views, casts, copies and angles: operators so cheap that models call them twice with the same arguments."""
 
@@ -132,6 +132,37 @@ def _has_effect(node: Node) -> bool:
     if not name:  # arithmetic of sizes, and the choice of one result of several
         return not str(getattr(node.target, "__module__", "")).endswith("operator")
     return is_random(node) or ("::" in name and not name.startswith("llmk::"))
+
+
+def bring_before(place: Node, wanted: Collection[Node], unread: Collection[Node]) -> bool:
+    """Move wanted nodes that stand after a place before it, with what they are made of, if that changes no value.
+
+    Args:
+        place: The node before which they are wanted.
+        wanted: The nodes that are wanted there.
+        unread: Nodes that must not be moved nor read by what is moved.
+
+    Returns:
+        True if the nodes are there now. Otherwise the graph is as it was.
+    """
+    late, queue = set[Node](), list(wanted)
+    while queue:
+        node = queue.pop()
+        if node >= place and node not in late:
+            late.add(node)
+            queue += node.all_input_nodes
+    read = {*late, *(source for node in late for source in node.all_input_nodes)}
+    if place in late or not read.isdisjoint(unread):
+        return False
+    if any(is_random(node) or _has_effect(node) or mutated_by(node) for node in late):
+        return False
+    touched = set[int]().union(*map(storages, read))
+    between = (node for node in place.graph.nodes if place <= node <= max(late, default=place))
+    if any(not mutated_by(node).isdisjoint(touched) for node in between):
+        return False
+    for node in sorted(late):
+        place.prepend(node)
+    return True
 
 
 def equal_values(graph: Graph, unsteady: Collection[int]) -> Callable[[Node], Node]:

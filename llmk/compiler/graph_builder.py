@@ -54,7 +54,7 @@ class ReplacementBuilder:
             node = graph.call_function(target, args, kwargs)
         of = self.result.meta
         node.meta = {key: of[key] for key in ("nn_module_stack", "stack_trace", "custom") if key in of} | {"val": value}
-        node.meta["needs_grad"] = any(wants_gradient(x) for x in node.all_input_nodes)
+        node.meta["needs_grad"] = not _is_whole(value) and any(wants_gradient(x) for x in node.all_input_nodes)
         self.last = node
         self.made.append(node)
         return node
@@ -81,6 +81,13 @@ class ReplacementBuilder:
 
 def wants_gradient(value: Any) -> bool:
     return isinstance(value, Node) and value.meta.get("needs_grad", False)
+
+
+def _is_whole(value: Any) -> bool:
+    """Return True for whole numbers, which have no gradient."""
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() and not value.is_complex()
+    return isinstance(value, int | torch.SymInt)
 
 
 def _require_same(old: Tensor, new: Tensor) -> None:

@@ -10,6 +10,7 @@ a name here, and a `Match` finds the same value under it everywhere.
 This file imports private names alone, so that the files of operators can import it.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -30,16 +31,27 @@ ORDERLY_FORMATS = None, 0, torch.preserve_format, torch.contiguous_format
 """Memory formats that keep the order of elements; 0 is how a schema writes the last one as a default."""
 CAST_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 OVERLOAD = type(torch.ops.aten.add.Tensor)
+SECOND_NAMES = {
+    "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "multiply": "mul",
+    "negative": "neg",
+    "subtract": "sub",
+    "true_divide": "div",
+}
+"""Names that ATen has besides another one, with the same arguments."""
 
 
 def name_of(node: Any) -> str:
     """Return the name of an operator of ATen without namespace and overload, and of others with their namespace.
 
-    The name is empty if the node calls no operator.
+    The name is empty if the node calls no operator. An operator with two names has the first.
     """
     if not isinstance(node, Node) or node.op != "call_function" or not isinstance(node.target, OVERLOAD):
         return ""
-    return schema_of(node.target).name.removeprefix("aten::")
+    name = schema_of(node.target).name.removeprefix("aten::")
+    return SECOND_NAMES.get(name, name)
 
 
 def constant_of(value: Any) -> int | float | None:
@@ -125,12 +137,14 @@ class Match:
         values: The nodes and constants that were captured, by name.
         nodes: The nodes that the pattern takes in.
         inputs: The captured tensors, in the order in which they were read.
+        sizes: Sizes that numbers among the nodes depend on, as in a sum over 4096: a trial leaves them as they are.
         same: Gives one node for all that are known to have equal values.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
     inputs: tuple[Node, ...] = ()
+    sizes: tuple[int, ...] = ()
     same: Callable[[Node], Node] = lambda node: node
 
     def bind(self, name: str, value: Any) -> Iterator["Match"]:
@@ -223,13 +237,17 @@ class Arg(Pattern):
 
 
 class Call(Pattern):
-    """A call of an operator of ATen, or of llmk by `llmk::`. Arguments that are not mentioned have their defaults."""
+    """A call of an operator of ATen, or of llmk by `llmk::`. Arguments that are not mentioned have their defaults.
+
+    Its form that writes into its first argument, such as `add_`, is the same call: it is replaced where nobody else has
+    that memory.
+    """
 
     def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.name, self.args, self.kwargs = name, args, kwargs
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
-        if name_of(value) != self.name:
+        if name_of(value) not in (self.name, f"{self.name}_"):
             return
         names = [argument.name for argument in schema_of(value.target).arguments]
         wanted = dict(zip(names, self.args, strict=False)) | self.kwargs
@@ -331,8 +349,8 @@ def range_of(node: Any) -> tuple[Node, int, int] | None:
 def _part_of(node: Any) -> tuple[Node, int] | None:
     """Return the tensor that a node is a contiguous part of along the last axis, and where the part begins."""
     item, index = item_of(node) or (node, 0)
-    if item is not node and name_of(item) in ("split", "split_with_sizes", "chunk"):
-        given = arguments(item, "self", "split_size", "split_sizes", "chunks", "dim")
+    if item is not node and name_of(item) in ("split", "split_with_sizes", "chunk", "tensor_split"):
+        given = arguments(item, "self", "split_size", "split_sizes", "chunks", "sections", "indices", "dim")
         if given is not None and _is_last(given["dim"], given["self"]):
             before = [part.shape[-1] for part in value_of(item)[:index]]
             return (given["self"], sum(before)) if index >= 0 and all(isinstance(x, int) for x in before) else None
@@ -534,6 +552,25 @@ def widened(builder: GraphBuilder, node: Node, dtype: torch.dtype) -> Node:
     if torch.promote_types(value_of(node).dtype, dtype) != dtype:
         raise NoMatch(f"it reads {value_of(node).dtype}, and the operator would {dtype}".replace("torch.", ""))
     return as_dtype(builder, node, dtype)
+
+
+def order_in_memory(tensor: Tensor) -> list[int] | None:
+    """Return the order of axes in which a tensor is contiguous: as they are, two exchanged, or the second one last."""
+    axes = list(range(tensor.dim()))
+    orders = [axes]
+    for i, j in itertools.combinations(axes, 2):
+        exchanged = {i: j, j: i}
+        orders.append([exchanged.get(axis, axis) for axis in axes])
+    orders.append(axes[:1] + axes[2:] + axes[1:2])
+    return next((order for order in orders if tensor.permute(order).is_contiguous()), None)
+
+
+def permuted(builder: GraphBuilder, node: Node, order: list[int], back: bool = False) -> Node:
+    """Return a tensor with its axes in an order, or from this order back as they were."""
+    if order == sorted(order):
+        return node
+    dims = [order.index(axis) for axis in range(len(order))] if back else order
+    return builder(torch.ops.aten.permute.default, node, dims)
 
 
 def require_last_axis(dim: Any, tensor: Tensor) -> None:

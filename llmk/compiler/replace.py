@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from llmk.compiler.effects import equal_values, is_random, mutations, needed, storages
+from llmk.compiler.effects import bring_before, equal_values, is_random, mutations, needed, storages
 from llmk.compiler.graph_builder import ReplacementBuilder
 from llmk.compiler.patterns import Match, NoMatch, cast_of, find, is_narrowing, name_of
 from llmk.compiler.report import Note, module_of, warn_once
@@ -138,9 +138,6 @@ class _Replacing:
         last = self._place_for(candidate)
         self._require_order_of_draws(candidate, last)
         self._require_unmutated(candidate, last)
-        readers = [user for result in candidate.results for user in result.users if user not in candidate.match.nodes]
-        if any(user <= last for user in readers):
-            raise NoMatch("one of its results is read before all that it takes is there")
         pattern, builder = (
             candidate.rule.pattern,
             ReplacementBuilder(candidate.rule, candidate.results[0], last, self.same),
@@ -170,9 +167,9 @@ class _Replacing:
             raise NoMatch(_raised(candidate.rule, error)) from error
         for node, stand_in in zip(returned, stand_ins, strict=True):
             node.replace_all_uses_with(stand_in, delete_user_cb=lambda user: user.op == "output")
+        self.needed.update(builder.made)
         for result, node in zip(candidate.results, news, strict=True):
             node.meta["needs_grad"] = result.meta.get("needs_grad", False)
-            self.needed.add(node)
             result.replace_all_uses_with(node)
             for (name, node_of), why in list(self.reasons.items()):
                 if node_of is result:
@@ -220,7 +217,22 @@ class _Replacing:
         return ""
 
     def _place_for(self, candidate: Candidate) -> Node:
-        """Return the node after which the operator stands: its first result, or a later input or random draw."""
+        """Return the node after which the operator stands, and before which nobody reads its results.
+
+        Raises:
+            NoMatch: A result is read before all that the operator takes is there.
+        """
+        last, inner = self._last_needed(candidate), set(candidate.match.nodes)
+        first = min((user for result in candidate.results for user in result.users if user not in inner), default=None)
+        if first is not None and first <= last:
+            if not bring_before(first, {last, *candidate.inputs}, candidate.results):
+                raise NoMatch("one of its results is read before all that it takes is there")
+            last = self._last_needed(candidate)
+        return last
+
+    @staticmethod
+    def _last_needed(candidate: Candidate) -> Node:
+        """Return the operator's first result, or a later input or random draw."""
         random = [node for node in candidate.match.nodes if is_random(node)]
         last = max([*candidate.inputs, *random, min(candidate.results)])
         while last.next.op == "placeholder":

@@ -5,10 +5,15 @@ import re
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
+from torch import nn
 from torch.fx import Node
+
+from llmk.registry.private.compilers import as_compiled
 
 WIDTH = 80
 
@@ -30,17 +35,26 @@ class Note:
     untried: str = ""
 
 
+@dataclass(frozen=True, eq=False)
+class GraphNotes:
+    """The notes on one graph."""
+
+    notes: tuple[Note, ...]
+
+
 @dataclass
 class Report:
-    """Notes on all graphs that were compiled with it.
+    """Notes on all graphs that were compiled or run with it.
 
     Attributes:
         graphs: The number of graphs. A graph that is compiled again, for other sizes, counts again.
         notes: Each note, and the number of times it was made.
+        entered: The compiled graphs whose notes are there.
     """
 
     graphs: int = 0
     notes: Counter[Note] = field(default_factory=Counter)
+    entered: set[GraphNotes] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def replaced(self) -> dict[str, int]:
@@ -60,10 +74,17 @@ class Report:
         self.graphs += 1
         self.notes.update(notes)
 
+    def enter(self, graph: GraphNotes) -> None:
+        """Add the notes on a compiled graph, once."""
+        if graph not in self.entered:
+            self.entered.add(graph)
+            self.add(graph.notes)
+
     def clear(self) -> None:
-        """Forget all that was noted."""
+        """Forget all that was noted. A compiled graph that runs again is noted again."""
         self.graphs = 0
         self.notes.clear()
+        self.entered.clear()
 
     def __str__(self) -> str:
         rows = Counter[tuple[str, str, str]]()
@@ -118,3 +139,41 @@ def _wrapped(text: str, indent: str = "      ") -> list[str]:
 
 EVERYTHING = Report()
 """The report that `llmk.compile_report()` returns."""
+_asked: ContextVar[Report | None] = ContextVar("_asked", default=None)
+"""The report of the `llmk.compile` whose function runs."""
+
+
+def noted(compiled: Callable[..., Any], notes: Iterable[Note], report: Report) -> Callable[..., Any]:
+    """Enter the notes on a compiled graph into a report, and into those with which the graph runs.
+
+    Dynamo runs a graph for every function with the same code and settings, whoever had it compiled.
+    """
+    graph = GraphNotes(tuple(notes))
+    report.enter(graph)
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        (_asked.get() or report).enter(graph)
+        return compiled(*args)
+
+    return run
+
+
+def with_report(compiled: Any, report: Report) -> Any:
+    """Return what `torch.compile` has given, such that graphs that run in it are entered into this report."""
+    if isinstance(compiled, nn.Module):
+        compiled.forward = _asking(compiled.forward, report)
+        return compiled
+    return compiled if isinstance(compiled, type) else as_compiled(_asking(compiled, report))
+
+
+def _asking(call: Callable[..., Any], report: Report) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = _asked.set(report)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _asked.reset(token)
+
+    return run

@@ -29,12 +29,14 @@ FRESH = (8, 12, 20, 28, 44, 52, 68, 76)
 """Twice or four times an odd number each, and none a product of two others."""
 
 
-def candidates(matched: Sequence[Node], made: Sequence[Node], inputs: Sequence[Node]) -> Iterator[Sizes]:
-    """Yield sizes with which all tensors together are small, those of the graph first."""
+def candidates(
+    matched: Sequence[Node], made: Sequence[Node], inputs: Sequence[Node], kept: Sequence[int] = ()
+) -> Iterator[Sizes]:
+    """Yield sizes with which all tensors together are small, those of the graph first. Sizes in `kept` stay."""
     nodes = [*inputs, *matched, *made]
     tensors = [x for node in nodes for x in _tensors(value_of(node))]
     found: list[tuple[int, Sizes]] = []
-    for sizes in _all_candidates(nodes, tensors):
+    for sizes in _all_candidates(nodes, tensors, kept):
         try:
             found.append((sum(math.prod(sizes.shape(x)) for x in tensors), sizes))
         except NotSmall:
@@ -44,25 +46,26 @@ def candidates(matched: Sequence[Node], made: Sequence[Node], inputs: Sequence[N
             yield sizes
 
 
-def _all_candidates(nodes: Sequence[Node], tensors: Sequence[Tensor]) -> Iterator[Sizes]:
+def _all_candidates(nodes: Sequence[Node], tensors: Sequence[Tensor], kept: Sequence[int]) -> Iterator[Sizes]:
     numbers = _numbers(nodes)
     literals = {x for x in numbers if isinstance(x, int)}
     axes = {x for t in tensors for x in t.shape if isinstance(x, int)}
     names = sorted({name for x in numbers if isinstance(x, torch.SymInt) for name in symbols_of(x)})
     few = defaultdict(lambda: 2, {name: i + 3 for i, name in enumerate(names)})
     more = defaultdict(lambda: 4, {name: 4 * FRESH[i % len(FRESH)] for i, name in enumerate(names)})
-    for table in _tables(axes, literals):
+    for table in _tables(axes, literals, kept):
         for symbols in (few, more) if names else (few,):
             yield Sizes(table, symbols)
     hints = symbol_hints(nodes)
-    for table in _tables(axes.union(hints.values()), literals) if hints else ():
+    for table in _tables(axes.union(hints.values()), literals, kept) if hints else ():
         yield Sizes(table, defaultdict(lambda: 2, {name: table.get(hint, hint) for name, hint in hints.items()}))
 
 
-def _tables(axes: set[int], literals: set[int]) -> Iterator[dict[int, int]]:
+def _tables(axes: set[int], literals: set[int], kept: Sequence[int]) -> Iterator[dict[int, int]]:
     """Yield tables of small numbers for large ones: none, then each size by itself, then products of small ones too."""
     yield {}
-    large, small = (sorted(x for x in axes if x > 1 and (x > KEPT) is is_large) for is_large in (True, False))
+    large = sorted(x for x in axes if x > KEPT and x not in kept)
+    small = sorted(x for x in axes if 1 < x <= KEPT or x in kept)
     if large:
         yield _table(large, sorted(x for x in literals if x > KEPT), [])
         yield _table(large, sorted(x for x in literals if x > KEPT), small)

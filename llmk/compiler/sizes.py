@@ -30,13 +30,15 @@ class Sizes:
         """Return an argument of an operator with other sizes, on the CPU; constants stay as they are.
 
         Raises:
-            NotSmall: A symbol has no value.
+            NotSmall: A symbol has no value, or none of a quotient.
         """
         if isinstance(value, SymInt):
             try:
                 return substituted(value, self.symbols)
             except (KeyError, TypeError) as error:
                 raise NotSmall("a size depends on data") from error
+            except ZeroDivisionError as error:
+                raise NotSmall("a size is divided by another one, which has become 0") from error
         if isinstance(value, SymFloat):
             return backed_constant(value)
         if isinstance(value, int) and not isinstance(value, bool):

@@ -49,6 +49,7 @@ class Question:
         autocast: The dtype that autocast computes in, if it is on.
         default_dtype: The caller's default dtype.
         same: Gives one node for all that are known to have equal values.
+        sizes: Sizes that stay as they are.
     """
 
     matched: tuple[Node, ...]
@@ -61,6 +62,7 @@ class Question:
     autocast: torch.dtype | None
     default_dtype: torch.dtype
     same: Callable[[Node], Node]
+    sizes: tuple[int, ...] = ()
 
 
 Draw = Callable[[int, list[int], torch.Generator], Tensor]
@@ -116,7 +118,7 @@ def _difference(question: Question) -> str | None:
 def _small_trial(question: Question) -> "_Trial":
     """Return a trial with the first small sizes with which the matched nodes run."""
     problem = "its tensors are large, and no small sizes fit all that it says"
-    for sizes in candidates(question.matched, question.made, question.inputs):
+    for sizes in candidates(question.matched, question.made, question.inputs, question.sizes):
         trial = _Trial(question, sizes)
         try:
             trial.run_matched(REGIMES["N(0, 1)"])

@@ -36,6 +36,8 @@ VIEWS = frozenset(
         "permute",
         "t",
         "expand",
+        "expand_as",
+        "tensor_split",
         "chunk",
         "split",
         "split_with_sizes",
@@ -129,6 +131,7 @@ def _question(
         autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         default_dtype=torch.get_default_dtype(),
         same=match.same,
+        sizes=match.sizes,
     )
 
 
@@ -168,7 +171,9 @@ def _key(question: Question) -> str:
         values = [_described(x) for x in (value if isinstance(value, tuple | list) else [value])]
         call = "" if node in question.inputs else f"{node.target} {show(node.args)} {show(sorted(node.kwargs.items()))}"
         lines.append(f"{call} {values} {node.meta.get('needs_grad')} {_mask_of(node)}")
-    lines.append(show([*question.results[0], *question.results[1], question.ignored, str(question.autocast)]))
+    lines.append(
+        show([*question.results[0], *question.results[1], question.ignored, str(question.autocast), *question.sizes])
+    )
     lines += [f"{numbers.get(a)} among {numbers.get(b)} {axis}" for a, (b, axis) in question.indices.items()]
     lines.append(str(sorted(symbol_hints(list(numbers)).items())))
     lines.append(str([numbers.get(question.same(node), node.name) for node in question.inputs]))

@@ -21,6 +21,7 @@ from llmk.compiler.patterns import (
     Pattern,
     RewritePattern,
     With,
+    all_arguments,
     arguments,
     bounded,
     find,
@@ -28,6 +29,7 @@ from llmk.compiler.patterns import (
     value_of,
     widened,
 )
+from llmk.compiler.spellings import Where
 from llmk.registry.private.compilers import statically_known_true
 
 aten = torch.ops.aten
@@ -83,23 +85,32 @@ def _causal_conv1d() -> Pattern:
     padded = Call("pad", x, Arg("pad"), value=Arg("fill")) | Call("constant_pad_nd", x, Arg("pad"), Arg("fill"))
     weight = Input(Call("unsqueeze", Input(KeywordArg("taps")), 1) | KeywordArg("weight"))
     bias = Input(KeywordArg("bias")) | None
-    convolved = Cast(Call("conv1d", padded | x, weight, bias, *map(Arg, OPTIONS)))
+    convolved = Cast(Where(_is_of_each_channel, Call("conv1d", padded | x, weight, bias, *map(Arg, OPTIONS))))
     beginning = Cast(Beginning(convolved))
     transposed = With("transposed", True, Transposed(beginning))
     return Cast(_silu(beginning) | _silu(transposed)) | Beginning(_silu(convolved)) | beginning
 
 
+def _is_of_each_channel(node: Node) -> bool:
+    """Return True if a convolution has one filter for each channel, and not one for each pair of them."""
+    given = all_arguments(node)
+    input, weight = value_of(given["input"]), value_of(given["weight"])
+    return (
+        statically_known_true(given["groups"] == input.shape[-2])
+        and statically_known_true(weight.shape[0] == input.shape[-2])
+        and statically_known_true(weight.shape[-1] != 1)
+    )
+
+
 def _require_causal(values: Mapping[str, Any], input: Tensor, taps: Any) -> None:
-    """Check that each channel is convolved by itself, over a token and the `taps - 1` before it.
+    """Check that each channel is convolved over a token and the `taps - 1` before it.
 
     Raises:
         NoMatch: It is not.
     """
-    stride, padding, dilation, groups = (_first(values[name]) for name in OPTIONS)
+    stride, padding, dilation = (_first(values[name]) for name in ("stride", "padding", "dilation"))
     if input.dim() != 3 or not isinstance(taps, int):
         raise NoMatch("it has no batch, or the number of its taps is not known")
-    if not statically_known_true(groups == input.shape[1]):
-        raise NoMatch("its channels are not convolved each by itself")
     if (stride, dilation) != (1, 1):
         raise NoMatch(f"its stride is {stride} and its dilation {dilation}, and the operator's are 1")
     left = padding
@@ -148,11 +159,7 @@ def _laid_out(builder: GraphBuilder, out: Node, wanted: Tensor, taps: int) -> No
 
 
 def _why_left(node: Node) -> str:
-    given = arguments(node, "input", "weight", "bias", *OPTIONS)
-    if given is None or value_of(node).dim() != 3:
-        return ""
-    alone = statically_known_true(_first(given["groups"]) == value_of(given["input"]).shape[1])
-    return OTHERWISE if alone and value_of(given["weight"]).shape[-1] != 1 else ""
+    return OTHERWISE if value_of(node).dim() == 3 and _is_of_each_channel(node) else ""
 
 
 CAUSAL_CONV1D = (RewritePattern(results=(_causal_conv1d(),), anchor_ops=("conv1d",), why_left=_why_left, build=_build),)

@@ -1,6 +1,6 @@
 """Patterns of plain PyTorch that these operators replace: a projection to the vocabulary and a loss of its logits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,17 @@ from llmk.compiler.patterns import (
     reshape_of,
     value_of,
 )
+from llmk.compiler.spellings import (
+    AtPlaces,
+    AxisBack,
+    EachRow,
+    FirstOfLast,
+    Of,
+    Where,
+    chosen,
+    linear,
+    over_last_axis,
+)
 from llmk.ops.loss.patterns import REDUCTIONS, capped, cross_entropy_of, loss_options, softcap_of
 from llmk.registry.private.compilers import statically_known_true
 
@@ -51,52 +62,61 @@ class _Rows(Pattern):
         yield from find(self.pattern, value, match)
 
 
+AXES = {"slice": ("start", "end", "step"), "select": ("index",), "unsqueeze": (), "squeeze": ()}
+"""Views along one axis, and their arguments besides it."""
+
+
 def _rows_before(node: Any) -> Node | None:
     """Return the tensor whose rows a node chooses or arranges, if it keeps the last axis."""
-    if name_of(node) in ("contiguous", "alias"):
+    name = name_of(node)
+    if name in ("contiguous", "alias"):
         return cast_of(node)
-    if name_of(node) == "unflatten":
+    if name == "unflatten":
         return None
-    given = arguments(node, "self", "dim", "start", "end", "step") if name_of(node) == "slice" else None
+    given = arguments(node, "self", "dim", *AXES[name]) if name in AXES else None
     source = reshape_of(node) if given is None else given["self"]
     if source is None or not value_of(source).dim() or not value_of(node).dim():
         return None
-    if given is not None and given["dim"] in (-1, value_of(source).dim() - 1):
+    if given is not None and ("dim" not in given or _is_features(given["dim"], name, value_of(source).dim())):
         return None
     width, after = value_of(source).shape[-1], value_of(node).shape[-1]
     return source if statically_known_true(width == after) else None
 
 
+def _is_features(dim: int, name: str, rank: int) -> bool:
+    """Return True if a view along this axis changes the last one of a tensor, or puts another behind it."""
+    return dim in (-1, rank if name == "unsqueeze" else rank - 1)
+
+
 class _Scaled(Pattern):
-    """The pattern, perhaps times a number or divided by one: `scale` is the product of these."""
+    """The pattern, perhaps times a number or divided by one, also in place: `scale` is the product of these."""
 
     def __init__(self, pattern: Any) -> None:
         self.pattern = pattern
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         yield from find(self.pattern, value, match)
-        given = arguments(value, "self", "other") if name_of(value) in ("mul", "div") else None
+        name = name_of(value).removesuffix("_")
+        given = arguments(value, "self", "other") if name in ("mul", "div") else None
         number = None if given is None else constant_of(given["other"])
-        if given is None or number is None or (number == 0 and name_of(value) == "div"):
+        if given is None or number is None or (number == 0 and name == "div"):
             return
-        factor = number if name_of(value) == "mul" else 1 / number
+        factor = number if name == "mul" else 1 / number
         scale = match.values.get("scale", 1.0) * factor
         yield from self.find(given["self"], replace(match, values={**match.values, "scale": scale}).with_node(value))
 
 
 def _logits() -> Pattern:
     """Match a product with its bias, then casts, scales, caps and views of rows."""
-    x, weight = KeywordArg("input"), KeywordArg("linear_weight")
-    product = Call("linear", x, weight, None)
-    transposed = Call("t", weight) | Call("numpy_T", weight)
-    for axes in ((0, 1), (1, 0), (-1, -2), (-2, -1), (0, -1), (-1, 0), (1, -2), (-2, 1)):
-        transposed = transposed | Call("transpose", weight, *axes)
-    product = product | Call("matmul", x, transposed)
-    linear = (
-        product | Call("linear", x, weight, KeywordArg("linear_bias")) | Call("add", product, KeywordArg("linear_bias"))
-    )
-    inner = Cast(_Scaled(Cast(_Rows(Cast(_Scaled(Cast(linear)))))))
+    layer = Named("product", linear("input", "linear_weight", "linear_bias"))
+    inner = Cast(_Scaled(Cast(_Rows(Cast(_Scaled(Cast(layer)))))))
     return Cast(_Rows(capped(inner)))
+
+
+def _weight(builder: GraphBuilder, values: Mapping[str, Any]) -> Node:
+    """Return the weight as [V, H]."""
+    weight = values["linear_weight"]
+    return builder(aten.t.default, weight) if values.get("of_columns") else weight
 
 
 def _rows_of(builder: GraphBuilder, x: Node, rows: tuple[Node, ...]) -> Node:
@@ -107,7 +127,7 @@ def _rows_of(builder: GraphBuilder, x: Node, rows: tuple[Node, ...]) -> Node:
         given = all_arguments(node)
         del given["self"]
         sizes = given.get("size", given.get("shape"))
-        if sizes is None:  # a slice or flatten, which says nothing of the last axis
+        if sizes is None:  # a view along another axis or flatten, which says nothing of the last
             x = builder(node.target, x, *given.values())
         else:
             width = value_of(x).shape[-1]
@@ -144,7 +164,7 @@ def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     loss = builder(
         torch.ops.llmk.fused_linear_ce.default,
         x,
-        values["linear_weight"],
+        _weight(builder, values),
         values["target"],
         linear_bias=bias,
         **options,
@@ -213,29 +233,69 @@ FUSED_LINEAR_CE = (
         anchor_ops=("llmk::cross_entropy",),
         why_left=_why_left,
         build=_build,
-        indices={"target": ("linear_weight", 0)},
+        indices={"target": ("product", -1)},
         stand_in=_no_width,
     ),
 )
 
 
 def _log_probabilities() -> Pattern:
-    """Match the entries of `F.log_softmax` at some classes, or the logits there less their `logsumexp`."""
-    index, dim = Arg("index"), Arg("dim")
-    whole = Call("gather", Cast(Call("log_softmax", _logits(), dim, dtype=Arg("dtype"))), Arg("axis"), index)
-    chosen = Call("gather", Named("logits", _logits()), Arg("axis"), index)
-    less = Call("sub", chosen, Call("logsumexp", KeywordArg("logits"), [dim], True))
-    squeezed = Call("sub", Call("squeeze", chosen, -1), Call("logsumexp", KeywordArg("logits"), [dim]))
-    return whole | less | With("squeezed", True, squeezed)
+    """Match log-probabilities of chosen classes: of `F.log_softmax`, or of the logits less their `logsumexp`."""
+    axis, index = Arg("axis"), Arg("index")
+    logarithms = Cast(Call("log_softmax", _logits(), Arg("dim"), dtype=Arg("dtype")))
+    return _whole(logarithms, axis, index) | _of_logits(axis, index)
+
+
+def _whole(x: Pattern, axis: Pattern, index: Pattern) -> Pattern:
+    return chosen(x, axis, index) | With("at_places", True, AtPlaces(x, index))
+
+
+def _of_logits(axis: Pattern, index: Pattern) -> Pattern:
+    """Match forms that read the logits more than once."""
+    logits, dim = Arg("logits"), Arg("dim")
+    one_by_one = EachRow(lambda row: Where(over_last_axis, Call("logsumexp", row("logits"), Arg("row_dim"))))
+    sums = Call("logsumexp", logits, [dim]) | one_by_one
+    kept = Call("logsumexp", logits, [dim], True) | AxisBack(sums)
+    several = chosen(logits, axis, index)
+    first = With("squeezed", True, FirstOfLast(several)) | With("at_places", True, AtPlaces(logits, index))
+    less = Call("sub", several, kept) | Call("sub", first, sums)
+    negative = Call("sub", kept, several) | Call("sub", sums, first)
+    return Of("logits", _logits(), less | With("negative", True, negative) | EachRow(_of_row))
+
+
+def _of_row(row: Callable[[str], Pattern]) -> Pattern:
+    """Match the log-probabilities of chosen classes of one row of logits of three axes."""
+    logarithms = Where(over_last_axis, Call("log_softmax", row("logits"), Arg("row_dim"), dtype=Arg("dtype")))
+    return Where(over_last_axis, chosen(Cast(logarithms), Arg("row_axis"), row("index")))
 
 
 def _why_logprobs_left(node: Node) -> str:
-    """Return the reason for which log-probabilities were left, if the chosen entries are log-probabilities."""
-    source = all_arguments(node)["self"]
-    while (before := cast_of(source)) is not None:
-        source = before
-    chosen = "F.cross_entropy(logits, target, reduction='none') is found where the logits are no linear layer's"
-    return f"{_why_left(node)}: {chosen}" if name_of(source) == "log_softmax" else ""
+    """Return the reason for which log-probabilities were left, if entries of a row are chosen and are such."""
+    advice = "F.cross_entropy(logits, target, reduction='none') is found where the logits are no linear layer's"
+    if name_of(node) == "logsumexp":
+        others = (x for user in _behind_views(node) if name_of(user) == "sub" for x in user.all_input_nodes)
+        are = any(name_of(_before_views(x)) in CHOICES for x in others)
+    else:
+        are = name_of(_before_views(all_arguments(node)["self"])) == "log_softmax"
+    return f"{_why_left(node)}: {advice}" if are else ""
+
+
+CHOICES = "gather", "take_along_dim", "index"
+"""Operators that choose classes of rows."""
+VIEWS = "squeeze", "unsqueeze", "select", "view", "reshape", "stack"
+
+
+def _before_views(node: Node) -> Node:
+    while (source := cast_of(node)) is not None or name_of(node) in VIEWS:
+        node = source or node.all_input_nodes[0]
+    return node
+
+
+def _behind_views(node: Node) -> Iterator[Node]:
+    for user in node.users:
+        yield user
+        if cast_of(user) is not None or name_of(user) in VIEWS:
+            yield from _behind_views(user)
 
 
 NO_CLASS = -(2**31)
@@ -243,35 +303,48 @@ NO_CLASS = -(2**31)
 
 
 def _build_logprobs(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
-    index, last = values["index"], value_of(values["index"]).dim() - 1
-    if any(values[name] not in (-1, last) for name in ("dim", "axis")):
+    index, squeezed, at_places = values["index"], values.get("squeezed"), values.get("at_places")
+    last = value_of(index).dim() - (not at_places)
+    if any(values.get(name, -1) not in (-1, last) for name in ("dim", "axis")):
         raise NoMatch("its softmax, or the choice of classes, is not over the last axis")
     if values.get("dtype") == torch.float64:
         raise NoMatch("its softmax is float64, and the operator's float32")
-    if values.get("squeezed") and not statically_known_true(value_of(index).shape[-1] == 1):
+    if squeezed and not statically_known_true(value_of(index).shape[-1] == 1):
         raise NoMatch("the axis of chosen classes is squeezed, and is not known to have one")
+    weight = _weight(builder, values)
     logprobs, _ = builder(
         torch.ops.llmk.linear_logprobs.default,
         _rows_of(builder, values["input"], values.get("rows", ())),
-        values["linear_weight"],
-        index,
+        weight,
+        _from_the_end(builder, index, weight) if at_places else index,
         linear_bias=_bias(builder, values),
         logit_scale=values.get("scale", 1.0),
         softcap=softcap_of(values),
         ignore_index=NO_CLASS,
     )
-    if values.get("squeezed"):
+    if squeezed:
         logprobs = builder(aten.squeeze.dim, logprobs, -1)
+    if values.get("negative"):
+        logprobs = builder(aten.neg.default, logprobs)
     return as_dtype(builder, logprobs, builder.wanted.dtype)
+
+
+def _from_the_end(builder: GraphBuilder, index: Node, weight: Node) -> Node:
+    """Return indices of classes that may be negative, as those of an index may, counted from the first class."""
+    classes = value_of(weight).shape[0]
+    if not isinstance(classes, int):
+        classes = builder(aten.sym_size.int, weight, 0)
+    is_negative = builder(aten.lt.Scalar, index, 0)
+    return builder(aten.where.self, is_negative, builder(aten.add.Tensor, index, classes), index)
 
 
 LINEAR_LOGPROBS = (
     RewritePattern(
         results=(_log_probabilities(),),
-        anchor_ops=("gather",),
+        anchor_ops=(*CHOICES, "logsumexp"),
         why_left=_why_logprobs_left,
         build=_build_logprobs,
-        indices={"index": ("linear_weight", 0)},
+        indices={"index": ("product", -1)},
         stand_in=_no_width,
     ),
 )

@@ -1,7 +1,7 @@
 """Patterns of plain PyTorch that normalizations replace."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,14 +18,25 @@ from llmk.compiler.patterns import (
     NoMatch,
     Number,
     Pattern,
+    Reshaped,
+    Result,
     RewritePattern,
+    all_arguments,
+    arguments,
+    cast_of,
+    constant_of,
+    item_of,
     name_of,
+    order_in_memory,
+    permuted,
     require_last_axis,
+    reshape_of,
     value_of,
     widened,
 )
+from llmk.compiler.spellings import AxisBack, Mean, over, reciprocal
 
-ANCHOR_OPS = ("rms_norm", "rsqrt", "linalg_vector_norm")
+ANCHOR_OPS = ("rms_norm", "rsqrt", "sqrt", "pow", "linalg_vector_norm")
 OTHERWISE = (
     "what is computed around it is no norm: x * rsqrt(mean(x * x, -1) + eps) of one x is found, as is F.rms_norm"
 )
@@ -35,8 +46,16 @@ LENGTHS = (
 )
 
 
+BETWEEN = (
+    "it has a gate, but what stands between the two is more than casts, a weight and views to groups of features and "
+    "back, or something else reads it"
+)
+
+
 def _why_left(node: Node) -> str:
     """Return the reason for which a norm was left. A division by lengths is one only where its result is multiplied."""
+    if name_of(node) in ("sqrt", "pow"):
+        return OTHERWISE if _is_root_of_mean(node) else ""
     if name_of(node) != "linalg_vector_norm":
         return OTHERWISE
     divided = [
@@ -52,27 +71,65 @@ def _users(node: Node, *names: str) -> list[Node]:
     return [user for user in node.users if name_of(user) in names]
 
 
+def _is_root_of_mean(node: Node) -> bool:
+    """Return True if a node is the root of a statistic of rows and a small number, or one over it."""
+    given = arguments(node, "self", "exponent")
+    if given is None or given.get("exponent", 0.5) not in (0.5, -0.5) or name_of(given["self"]) != "add":
+        return False
+    total, eps = all_arguments(given["self"])["self"], constant_of(all_arguments(given["self"])["other"])
+    while name_of(total) in ("unsqueeze", "div", "mul") or cast_of(total) is not None:
+        total = all_arguments(total)["self"]
+    total = (item_of(total) or (total,))[0]
+    return eps is not None and name_of(total) in ("mean", "sum", "var", "var_mean")
+
+
 def _square(x: Pattern) -> Pattern:
     return Call("pow", x, 2) | Call("mul", x, x) | Call("square", x)
 
 
-def _over_root(x: Pattern, y: Pattern) -> Pattern:
-    """Match x / sqrt(y)."""
-    root = Call("sqrt", y) | Call("pow", y, 0.5)
-    inverse = Call("rsqrt", y) | Call("pow", y, -0.5) | Call("reciprocal", root)
-    return Call("mul", x, Cast(inverse)) | Call("div", x, Cast(root))
+def _over_root(x: Pattern, statistic: Callable[[bool], Pattern]) -> Pattern:
+    """Match x / sqrt(statistic + eps), where the statistic's axis is kept, or put back somewhere.
+
+    Args:
+        x: What is divided.
+        statistic: `statistic(kept)` is the pattern of the statistic that keeps its axis, or does not.
+    """
+    kept, bare = (Call("add", statistic(keepdim), Number("eps")) for keepdim in (True, False))
+    y = kept | Call("add", AxisBack(statistic(False)), Number("eps")) | AxisBack(bare)
+    inverse, root = (one(y) | AxisBack(one(bare)) for one in (_inverse_root, _root))
+    return Call("mul", x, Cast(inverse)) | over(x, Cast(root | reciprocal(inverse)))
+
+
+def _root(y: Pattern) -> Pattern:
+    return Call("sqrt", y) | Call("pow", y, 0.5)
+
+
+def _inverse_root(y: Pattern) -> Pattern:
+    return Call("rsqrt", y) | Call("pow", y, -0.5)
 
 
 def _rms_norm(input: Pattern) -> Pattern:
     """Match `F.rms_norm` and norms by hand, with a weight, without, or with Gemma's, which is stored minus one."""
-    x, weight = Input(input), Input(KeywordArg("weight"))
-    scale = Cast(Call("add", weight, Number("offset"))) | weight
-    mean_square = Call("mean", _square(x), Arg("dim"), True)
-    by_hand = _over_root(x, Call("add", mean_square, Number("eps")))
-    given = Named("given", x)
-    normed = Cast(by_hand | Call("rms_norm", given, Arg("normalized_shape"), None, Arg("eps")))
-    whole = Call("rms_norm", given, Arg("normalized_shape"), scale, Arg("eps"))
+    normed, scale = _normed(Input(input)), _scale()
+    whole = Call("rms_norm", Named("given", Input(input)), Arg("normalized_shape"), scale, Arg("eps"))
     return Cast(Call("mul", normed, scale) | whole) | normed
+
+
+def _rms_norm_of_groups(input: Pattern) -> Pattern:
+    """Match a view to groups of features, a norm of each group, a view back and a weight of all features, or none."""
+    normed = Cast(Reshaped(_normed(Input(Named("groups", Reshaped(Input(input)))))))
+    return Cast(Call("mul", normed, _scale())) | normed
+
+
+def _scale() -> Pattern:
+    weight = Input(KeywordArg("weight"))
+    return Cast(Call("add", weight, Number("offset"))) | weight
+
+
+def _normed(x: Pattern) -> Pattern:
+    """Match a norm without a weight."""
+    by_hand = _over_root(x, lambda kept: Mean(_square(x), Arg("dim"), kept))
+    return Cast(by_hand | Call("rms_norm", Named("given", x), Arg("normalized_shape"), None, Arg("eps")))
 
 
 @functools.cache
@@ -84,7 +141,7 @@ def _own_eps(dtype: torch.dtype) -> float:
 
 
 def _options(values: Mapping[str, Any], input: Node) -> dict[str, Any]:
-    """Return the keyword arguments of rms_norm.
+    """Return the keyword arguments of rms_norm, for a norm of this tensor.
 
     Raises:
         NoMatch: It is not over the last axis.
@@ -105,13 +162,13 @@ def _options(values: Mapping[str, Any], input: Node) -> dict[str, Any]:
 
 def _build_rms_norm(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     options, wanted = _options(values, values["input"]), builder.wanted
-    input, transpose = widened(builder, values["input"], wanted.dtype), torch.ops.aten.transpose.int
+    input = widened(builder, values["input"], wanted.dtype)
     # Heads whose memory is ordered by tokens keep that layout: rows are normalized in any order.
-    transposed = wanted.dim() > 2 and not wanted.is_contiguous() and wanted.transpose(-3, -2).is_contiguous()
-    if transposed:
-        input = builder(transpose, input, -3, -2)
-    normed = builder(torch.ops.llmk.rms_norm.default, input, **options)
-    return builder(transpose, normed, -3, -2) if transposed else normed
+    order = order_in_memory(wanted)
+    if order is None or order[-1] != wanted.dim() - 1:
+        order = list(range(wanted.dim()))
+    normed = builder(torch.ops.llmk.rms_norm.default, permuted(builder, input, order), **options)
+    return permuted(builder, normed, order, back=True)
 
 
 def _build_add_rms_norm(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
@@ -142,38 +199,79 @@ def _gated(x: Pattern, activation: str) -> Pattern:
 def _build_rms_norm_gated(
     builder: GraphBuilder, values: Mapping[str, Any], activation: str, norm_before_gate: bool
 ) -> Any:
-    options = _options(values, values["input"])
+    options = _options(values, values.get("groups", values["input"]))
     if options.pop("offset") != 0.0:
         raise NoMatch("its weight is stored minus one, which rms_norm_gated does not take")
     input, gate = (widened(builder, values[name], builder.wanted.dtype) for name in ("input", "gate"))
-    options |= {"activation": activation, "norm_before_gate": norm_before_gate}
+    options |= {"activation": activation, "norm_before_gate": norm_before_gate, "group_size": _group_size(values)}
     return builder(torch.ops.llmk.rms_norm_gated.default, input, gate, **options)
+
+
+def _group_size(values: Mapping[str, Any]) -> int:
+    """Return the number of features that are normalized together, 0 for all.
+
+    Raises:
+        NoMatch: A group is not a part of one token's features.
+    """
+    if "groups" not in values:
+        return 0
+    size, features = value_of(values["groups"]).shape[-1], value_of(values["input"]).shape[-1]
+    if not isinstance(size, int) or not isinstance(features, int) or features % size:
+        raise NoMatch(f"it is over groups of {size}, which do not part the {features} features of a token")
+    return size
+
+
+def _why_not_gated(node: Node) -> str:
+    """Return the reason for which a norm was put in without the gate that is multiplied before it or after it."""
+    before = node
+    while reshape_of(before) is not None or cast_of(before) is not None or before is node:
+        before = before.all_input_nodes[0]
+    after = [node]
+    for result in after:
+        after += [user for user in result.users if reshape_of(user) is not None or cast_of(user) is not None]
+    gates = [user for result in after for user in _users(result, UNIT) if all_arguments(user)["up"] is result]
+    return BETWEEN if name_of(before) == UNIT or gates else ""
+
+
+UNIT = "llmk::swiglu"
 
 
 RMS_NORM_GATED = tuple(
     RewritePattern(
         results=(pattern,),
+        anchor_ops=("llmk::rms_norm",),
+        why_left=_why_not_gated,
         build=functools.partial(_build_rms_norm_gated, activation=activation, norm_before_gate=norm_first),
     )
     for activation in _ACTIVATIONS
+    for of_all in (_rms_norm, _rms_norm_of_groups)
     for norm_first, pattern in (
-        (True, Cast(_gated(_rms_norm(KeywordArg("input")), activation))),
-        (False, _rms_norm(Named("gated", _gated(Input(KeywordArg("input")), activation)))),
+        (True, Cast(_gated(of_all(KeywordArg("input")), activation))),
+        (False, of_all(Named("gated", _gated(Input(KeywordArg("input")), activation)))),
     )
 )
 
 
 def _layer_norm() -> Pattern:
-    x = Input(KeywordArg("input"))
-    centered = Call("sub", x, Call("mean", x, Arg("dim"), True))
-    variance = Call("mean", _square(centered), Arg("dim"), True)
-    for options in ({"unbiased": False}, {"correction": 0}):
-        variance = variance | Call("var", x, Arg("dim"), keepdim=True, **options)
-    normed = Cast(_over_root(centered, Call("add", variance, Number("eps"))))
+    x, dim = Input(KeywordArg("input")), Arg("dim")
+    both = {kept: _of_var(lambda **options: Call("var_mean", x, dim, **options), kept) for kept in (True, False)}
+    mean = Mean(x, dim) | AxisBack(Mean(x, dim, False)) | Result(1, both[True]) | AxisBack(Result(1, both[False]))
+    centered = Call("sub", x, Cast(mean))
+
+    def variance(kept: bool) -> Pattern:
+        alone = _of_var(lambda **options: Call("var", x, dim, **options), kept)
+        return Mean(_square(centered), dim, kept) | alone | Result(0, both[kept])
+
+    normed = Cast(_over_root(centered, variance))
     scaled = Cast(Call("mul", normed, Input(KeywordArg("weight"))))
     shifted = Cast(Call("add", scaled | normed, Input(KeywordArg("bias"))))
     whole = Call("layer_norm", x, Arg("normalized_shape"), Arg("weight"), Arg("bias"), Arg("eps"), Arg("cudnn_enable"))
     return Cast(whole) | shifted | scaled | normed
+
+
+def _of_var(call: Callable[..., Pattern], kept: bool) -> Pattern:
+    """Match a variance that divides by the number of elements, in both of its overloads."""
+    return call(keepdim=kept, unbiased=False) | call(keepdim=kept, correction=0)
 
 
 def _build_layer_norm(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:

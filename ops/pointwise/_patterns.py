@@ -18,6 +18,8 @@ from llmk.compiler.patterns import (
     RewritePattern,
     cast_of,
     name_of,
+    order_in_memory,
+    permuted,
     range_of,
     value_of,
     widened,
@@ -43,8 +45,11 @@ def _build(builder: GraphBuilder, values: Mapping[str, Any], op: Callable[..., A
     packed = _packed(builder, values["gate"], values["up"])
     if packed is not None:
         return builder(op, widened(builder, packed, builder.wanted.dtype), **options)
-    gate, up = (widened(builder, values[name], builder.wanted.dtype) for name in ("gate", "up"))
-    return builder(op, gate, up, **options)
+    order = order_in_memory(builder.wanted) or list(range(builder.wanted.dim()))
+    gate, up = (
+        permuted(builder, widened(builder, values[name], builder.wanted.dtype), order) for name in ("gate", "up")
+    )
+    return permuted(builder, builder(op, gate, up, **options), order, back=True)
 
 
 def _build_swiglu(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:

@@ -28,11 +28,19 @@ from llmk.compiler.patterns import (
     value_of,
     widened,
 )
+from llmk.compiler.spellings import Broadcast, Where, over_last_axis
 
 aten = torch.ops.aten
-_cos, _sin = Input(KeywordArg("cos")), Input(KeywordArg("sin"))
-_WIDE, _PAIRS = Either(-1, 3), Either(-1, 4)
-"""The last axis of heads, which have four axes, and the axis after it."""
+_cos, _sin = (Input(Broadcast(KeywordArg(name))) for name in ("cos", "sin"))
+
+
+def _side_by_side(parts: list[Pattern]) -> Pattern:
+    return Where(over_last_axis, Call("cat", parts, Either(-1, 2, 3)))
+
+
+def _in_pairs(first: Pattern, second: Pattern) -> Pattern:
+    """Match the two with their elements in turn."""
+    return Reshaped(Where(over_last_axis, Call("stack", [first, second], Either(-1, 3, 4))))
 
 
 def _rotated(name: str) -> Pattern:
@@ -40,11 +48,11 @@ def _rotated(name: str) -> Pattern:
     x = Input(KeywordArg(name))
     a, b = Half(x, second=False), Half(x, second=True)
     even, odd = EveryOther(x, odd=False), EveryOther(x, odd=True)
-    halves = With("backwards", False, Call("cat", [Call("neg", b), a], _WIDE)) | With(
-        "backwards", True, Call("cat", [b, Call("neg", a)], _WIDE)
+    halves = With("backwards", False, _side_by_side([Call("neg", b), a])) | With(
+        "backwards", True, _side_by_side([b, Call("neg", a)])
     )
-    pairs = With("backwards", False, Reshaped(Call("stack", [Call("neg", odd), even], _PAIRS))) | With(
-        "backwards", True, Reshaped(Call("stack", [odd, Call("neg", even)], _PAIRS))
+    pairs = With("backwards", False, _in_pairs(Call("neg", odd), even)) | With(
+        "backwards", True, _in_pairs(odd, Call("neg", even))
     )
     rotate = With("interleaved", False, halves) | With("interleaved", True, pairs)
     return Cast(Call("add", _times(x, _cos), _times(Cast(rotate), _sin)))
@@ -66,9 +74,9 @@ def _by_halves(name: str) -> Pattern:
         back = Call("add", a_cos, b_sin), Call("sub", b_cos, a_sin) | Call("add", b_cos, minus_a)
         for backwards, (first, second) in ((False, ahead), (True, back)):
             parts = [Cast(first), Cast(second)]
-            found.append(With("backwards", backwards, With("of_pairs", of_pairs, Call("cat", parts, _WIDE))))
+            found.append(With("backwards", backwards, With("of_pairs", of_pairs, _side_by_side(parts))))
             if of_pairs:  # neighbours again; DeepSeek's come out as halves
-                pairs = Reshaped(Call("stack", parts, _PAIRS))
+                pairs = _in_pairs(*parts)
                 found.append(With("backwards", backwards, With("interleaved", True, pairs)))
     return With("half_as_wide", True, Cast(Either(*found)))
 
@@ -86,7 +94,7 @@ def _rotation(name: str) -> Pattern:
 
 def _partly(name: str) -> Pattern:
     """Match a rotation of the first features, with the other features after them."""
-    return Cast(Call("cat", [_rotation(name), Input(KeywordArg(f"{name}_rest"))], _WIDE))
+    return Cast(_side_by_side([_rotation(name), Input(KeywordArg(f"{name}_rest"))]))
 
 
 def _whole(builder: GraphBuilder, values: Mapping[str, Any], name: str) -> Node:
@@ -106,8 +114,6 @@ def _whole(builder: GraphBuilder, values: Mapping[str, Any], name: str) -> Node:
     if values.get("of_pairs"):
         width = value_of(x).shape[-1]
         x = builder(aten.cat.default, [builder(aten.slice.Tensor, x, -1, i, width, 2) for i in (0, 1)], -1)
-    if value_of(x).dim() != 4:
-        raise NoMatch(f"heads have {value_of(x).dim()} axes, and the operator's 4")
     return widened(builder, x, builder.wanted.dtype)
 
 
@@ -127,8 +133,13 @@ def _cos_and_sin(builder: GraphBuilder, values: Mapping[str, Any]) -> tuple[Node
     return cos, sin
 
 
-def _of_tokens(builder: GraphBuilder, node: Node) -> tuple[Node, int]:
+def _of_tokens(builder: GraphBuilder, node: Node, alone: bool) -> tuple[Node, int]:
     """Return cos or sin as [1 or B, S, R], and the axis of heads among the four axes of q and k.
+
+    Args:
+        builder: Puts calls into the graph.
+        node: The angles as they are multiplied.
+        alone: Each sequence has one head, without an axis.
 
     Raises:
         NoMatch: Heads have angles of their own.
@@ -136,7 +147,7 @@ def _of_tokens(builder: GraphBuilder, node: Node) -> tuple[Node, int]:
     shape = value_of(node).shape
     if len(shape) == 2:
         return builder(aten.unsqueeze.default, node, 0), 1
-    if len(shape) == 3 and _is_one(shape[0]):
+    if len(shape) == 3 and (alone or _is_one(shape[0])):
         return node, 1
     for axis in (1, 2):
         if len(shape) == 4 and _is_one(shape[axis]):
@@ -152,12 +163,20 @@ def _is_one(size: Any) -> bool:
 
 def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     k, q = (_whole(builder, values, name) for name in ("k", "q"))
+    axes = value_of(q).dim(), value_of(k).dim()
+    if axes not in ((3, 3), (4, 4)):
+        raise NoMatch(f"heads have {axes[0]} axes and {axes[1]}, and the operator's 4")
+    alone = axes == (3, 3)
     cos, sin = _cos_and_sin(builder, values)
-    (cos, heads), (sin, _) = _of_tokens(builder, cos), _of_tokens(builder, sin)
+    (cos, heads), (sin, _) = (_of_tokens(builder, x, alone) for x in (cos, sin))
+    if alone:
+        k, q = (builder(aten.unsqueeze.default, x, 1) for x in (k, q))
     if heads == 2:
         k, q = (builder(aten.transpose.int, x, 1, 2) for x in (k, q))
     interleaved = values.get("interleaved", "angles" in values)
     q, k = builder(torch.ops.llmk.rope.default, q, k, cos, sin, interleaved=interleaved)
+    if alone:
+        k, q = (builder(aten.squeeze.dim, x, 1) for x in (k, q))
     return (k, q) if heads == 1 else tuple(builder(aten.transpose.int, x, 1, 2) for x in (k, q))
 
 
@@ -197,9 +216,8 @@ def _is_sum_of_products(node: Node) -> bool:
 
 
 OTHERWISE = (
-    "features are turned, but in no known way: q and k [B, heads, S, D] or [B, S, heads, D], one dtype, both turned "
-    "before anything else reads them, by the same cos and sin, with no change of autocast or of the gradient mode "
-    "between the two, are found"
+    "features are turned, but in no known way: q and k [B, heads, S, D], [B, S, heads, D] or [B, S, D], one dtype, "
+    "both turned by the same cos and sin, with no change of autocast or of the gradient mode between the two, are found"
 )
 IN_PLACE = (
     "rotated features are written into slices of a tensor, which is not followed: torch.stack((first, second), dim=-1)"

@@ -56,6 +56,13 @@ def cache_folder() -> str | None:
 CACHE_SETTINGS = "torch.compiler.config", "torch._inductor.config"
 
 
+def as_compiled(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo see through a wrapper of what `torch.compile` has given, as it does through that itself."""
+    if hasattr(wrapper, "_torchdynamo_wrapper_id"):
+        wrapper._torchdynamo_wrapper_id = id(wrapper)  # type: ignore[attr-defined]
+    return wrapper
+
+
 def restart_exception() -> type[BaseException]:
     """Return the exception that a backend raises to make Dynamo trace anew."""
     return find("torch._dynamo.exc.RestartAnalysis", GeneratorExit)
