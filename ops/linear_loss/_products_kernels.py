@@ -224,7 +224,7 @@ def statistics_kernel(
 ):  # fmt: skip
     """Compute from the sums of rows `[4, M]` and the logits of their own classes what `softmax.py` says of them.
 
-    Out are statistics `[4, M]`, results `[4, M]` and flags `[2, M]`: the own class is the largest, and it is so far
+    Out are statistics `[5, M]`, results `[4, M]` and flags `[2, M]`: the own class is the largest, and it is so far
     below that exponentials relative to it would overflow.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -251,14 +251,15 @@ def statistics_kernel(
     tl.store(results_ptr + 2 * M + rows, tl.where(counts, reference + log_total, 0.0), mask=inside)
     tl.store(results_ptr + 3 * M + rows, tl.where(counts, weighted, 0.0), mask=inside)
     near = reference - y < tl.cast(far, tl.float32)
+    tl.store(stats_ptr + 4 * M + rows, tl.where(counts & near, own, 1.0), mask=inside)
     tl.store(flags_ptr + rows, (counts & (m <= y)).to(tl.int8), mask=inside)
     tl.store(flags_ptr + M + rows, (counts & (near == 0)).to(tl.int8), mask=inside)
 
 
 @jit
 def coefficients_kernel(
-    stats_ptr, far_ptr, own_ptr, slope_ptr, grad_ptr, lse_grad_ptr, out_ptr, M, grad_stride, factor, least,
-    BLOCK_M: tl.constexpr,
+    stats_ptr, mask_ptr, own_ptr, slope_ptr, grad_ptr, lse_grad_ptr, out_ptr, M, stats_stride, grad_stride, factor,
+    least, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Compute what exponentials are multiplied by to be gradients, what their own columns hold, and what that loses.
 
@@ -266,25 +267,25 @@ def coefficients_kernel(
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < M
+    counts = tl.load(mask_ptr + rows, mask=inside, other=0) != 0
     factor, least = tl.cast(factor, tl.float32), tl.cast(least, tl.float32)
-    rest = tl.load(stats_ptr + M + rows, mask=inside, other=0.0)
-    own = tl.load(stats_ptr + 2 * M + rows, mask=inside, other=1.0)
-    is_far = tl.load(far_ptr + rows, mask=inside, other=0) != 0
+    rest = tl.load(stats_ptr + stats_stride + rows, mask=counts, other=0.0)
+    own = tl.load(stats_ptr + 2 * stats_stride + rows, mask=counts, other=1.0)
+    scale = tl.load(stats_ptr + 4 * stats_stride + rows, mask=counts, other=1.0)
     total = own + rest
-    scale = tl.where(is_far, 1.0, own)
     slope = factor
     if slope_ptr is not None:
-        slope = tl.load(slope_ptr + rows, mask=inside, other=0.0)
+        slope = tl.load(slope_ptr + rows, mask=counts, other=0.0)
     g = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if grad_ptr is not None:
-        g = tl.load(grad_ptr + rows * grad_stride, mask=inside, other=0.0)
+        g = tl.load(grad_ptr + rows * grad_stride, mask=counts, other=0.0)
     entry = g * rest / total * slope
     r = -g / total * (factor * scale)
     stored = -rest / scale
     if slope_ptr is not None:
         stored *= slope
     if lse_grad_ptr is not None:
-        f = tl.load(lse_grad_ptr + rows, mask=inside, other=0.0)
+        f = tl.load(lse_grad_ptr + rows, mask=counts, other=0.0)
         entry += f * own / total * slope
         r += f / total * (factor * scale)
         smallest = tl.abs(entry) * least * scale / total

@@ -14,7 +14,7 @@ label smoothing, of float16, whose range holds no exponentials, and over support
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,7 +62,11 @@ class Classes:
     counts: Tensor  # bool [M, K]
     y: Tensor  # float32 [M, K], transformed logits, NaN of a class that is none
     slopes: Tensor | None  # float32 [M, K], dy / dz
-    best: Tensor  # int64 [M, 1], which of them is the row's own
+    best: Tensor | None  # int64 [M, 1], which of them is the row's own; None where there is one
+
+    def own(self, values: Tensor) -> Tensor:
+        """Return the values `[M]` of the rows' own classes, of those of all `[M, K]`."""
+        return values.squeeze(1) if self.best is None else values.gather(1, self.best).squeeze(1)
 
 
 @dataclass
@@ -133,11 +137,14 @@ class SoftmaxRows:
             return self._prepared(rows)
         if self._all is None:  # the logits of all rows' classes at once
             self._all = self._prepared(slice(0, self.x.shape[0]))
-        chunk, classes = self._all
-        cut = Chunk(rows, chunk.mask[rows], self._count(rows), chunk.own[rows], chunk.y_own[rows], None)
-        if chunk.slope_own is not None:
-            cut = replace(cut, slope_own=chunk.slope_own[rows])
-        return cut, Classes(*(None if each is None else each[rows] for each in vars(classes).values()))
+        return tuple(self._cut(each, rows) for each in self._all)
+
+    def _cut(self, whole: Any, rows: slice) -> Any:
+        """Return those of some rows of what is of all."""
+        tensors = {name: value[rows] for name, value in vars(whole).items() if isinstance(value, Tensor)}
+        if isinstance(whole, Chunk):
+            tensors |= {"rows": rows, "count": self._count(rows)}
+        return replace(whole, **tensors)
 
     def _count(self, rows: slice) -> Tensor:
         """Return the number of some rows that count, as far as the device knows it, int32 `[1]`."""
@@ -152,17 +159,23 @@ class SoftmaxRows:
             z = self.shard.gather(z.contiguous()).view(self.shard.ranks, *z.shape).sum(0)
         y, slopes = self.transform(z)
         y = y.masked_fill(~self._valid[rows], float("nan"))
-        best = y.masked_fill(~counts, float("-inf")).argmax(-1, keepdim=True)
+        best, mask = None, counts.squeeze(1)
+        if ids.shape[1] > 1:
+            best, mask = y.masked_fill(~counts, float("-inf")).argmax(-1, keepdim=True), counts.any(-1)
         classes = Classes(ids, columns, counts, y, slopes, best)
-        mask, own, y_own = counts.any(-1), columns.gather(1, best).squeeze(1), y.gather(1, best).squeeze(1)
-        slope_own = None if slopes is None else slopes.gather(1, best).squeeze(1)
+        own, y_own, slope_own = (None if each is None else classes.own(each) for each in (columns, y, slopes))
+        assert own is not None
+        assert y_own is not None
         if not self.leaves_out_own:
             own, y_own = torch.full_like(own, -1), torch.full_like(y_own, float("-inf"))
         if self.support is not None:
             cuts = self.support.cuts(rows)
             mask, own = mask & ~cuts, own.masked_fill(cuts, -1)
+        y_own = y_own.masked_fill(~mask, 0.0)
+        # A logit of +inf that counts makes its row NaN; as a reference it says that a row does not count.
+        reference = y_own.masked_fill(y_own == float("inf"), float("nan")).masked_fill(~mask, float("inf"))
         count = self._count(rows) if self.compacted.count is None else self.compacted.count.counts
-        return Chunk(rows, mask, count, own, y_own.masked_fill(~mask, 0.0), slope_own), classes
+        return Chunk(rows, mask, count, own, y_own, reference, slope_own), classes
 
     def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Statistics, RowResults, Tensor]:
         """Return a chunk's statistics, its results, and if the own class is the largest; write exponentials to P."""
@@ -188,16 +201,16 @@ class SoftmaxRows:
         self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, p: Tensor, exponentials: bool
     ) -> RowMatrix:  # fmt: skip
         """Return what the products of the gradients read, given P with the exponentials or to be made."""
-        grads = grads.masked(classes.counts)
         if exponentials:
             return self.projection.exponentials(chunk, stats, grads, p)
+        grads = grads.masked(classes.counts)
         class_weight = self.weights.class_weight
         if class_weight is not None:
             here = classes.columns >= 0
             class_weight = class_weight[classes.columns.clamp(min=0).long()].float().masked_fill(~here, 0.0)
         is_own = torch.zeros_like(classes.counts)
         if self.leaves_out_own:
-            is_own = (classes.ids == classes.ids.gather(1, classes.best)) & classes.counts
+            is_own = (classes.ids == classes.own(classes.ids).unsqueeze(1)) & classes.counts
         row = coefficients(stats, classes.y, grads, classes.ids, is_own, class_weight)
         return self._made_matrix(chunk, classes, stats, grads, row, p)
 
@@ -214,7 +227,7 @@ class SoftmaxRows:
         self.projection.gradients(chunk, stats.reference, a, b, u, p)
         row_factor = (size * factor).masked_fill(~classes.counts.any(-1), 0.0)
         columns, stored = classes.columns, entries / (size * factor).unsqueeze(-1)
-        own_entry, own_stored = (each.gather(1, classes.best).squeeze(1) for each in (entries, stored))
+        own_entry, own_stored = classes.own(entries), classes.own(stored)
         unit = FLOAT16_SCALE if p.dtype == torch.float16 else 1.0
         lost = own_entry - row_factor * ((own_stored * unit).to(p.dtype).float() / unit)
         factors = torch.stack((row_factor, lost.masked_fill(chunk.own < 0, 0.0)))
@@ -247,19 +260,22 @@ class RowParts:
     """The statistics and results of rows, gathered chunk by chunk, and if the own class is the largest."""
 
     def __init__(self, rows: SoftmaxRows) -> None:
-        row = torch.zeros((0,), dtype=torch.float32, device=rows.x.device)
-        results = RowResults(row.expand(rows.classes.shape[1], 0).t(), row, row, row)
-        self.stats, self.results, self.largest = [row.expand(STATISTICS, 0)], [results], [row.bool()]
+        self.parts: list[tuple[Tensor, RowResults, Tensor]] = []
+        if rows.x.shape[0] == 0:
+            row = torch.zeros((0,), dtype=torch.float32, device=rows.x.device)
+            results = RowResults(row.expand(rows.classes.shape[1], 0).t(), row, row, row)
+            self.parts.append((row.expand(STATISTICS, 0), results, row.bool()))
 
     def add(self, stats: Statistics, results: RowResults, largest: Tensor) -> None:
-        self.stats.append(stats.stacked())
-        self.results.append(results)
-        self.largest.append(largest)
+        self.parts.append((stats.values, results, largest))
 
     def whole(self) -> tuple[Tensor, RowResults, Tensor]:
-        """Return the statistics `[4, N]`, the results, and the mask `[N]`."""
-        results = RowResults(*(torch.cat(parts) for parts in zip(*self.results, strict=True)))
-        return torch.cat(self.stats, -1), results, torch.cat(self.largest)
+        """Return the statistics `[5, N]`, the results, and the mask `[N]`."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        stats, results, largest = zip(*self.parts, strict=True)
+        whole = RowResults(*(torch.cat(each) for each in zip(*results, strict=True)))
+        return torch.cat(stats, -1), whole, torch.cat(largest)
 
 
 def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) -> tuple[Tensor, RowResults, Tensor]:
@@ -296,14 +312,14 @@ def second_pass(
     gradients: Gradients,
     kept: Tensor | None = None,
 ) -> None:
-    """Make the gradients, given the statistics `[4, N]` of a first pass and a function for those of the results.
+    """Make the gradients, given the statistics `[5, N]` of a first pass and a function for those of the results.
 
     Exponentials that were kept serve as they are where they do; what is `weighted` in the results is not made again.
     """
     p = rows.row_matrix() if kept is None else None
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
-        of_rows = Statistics(*stats[:, block].unbind())
+        of_rows = Statistics(stats[:, block])
         results = row_results(of_rows, classes.y, torch.zeros_like(of_rows.rest), classes.counts)
         grads = row_gradients(block, results)
         serves = kept is not None and rows.exponentials_serve(grads)

@@ -38,6 +38,7 @@ from llmk.ops.linear_loss._products_kernels import (
     target_logits_kernel,
     weight_gradient_kernel,
 )
+from llmk.ops.linear_loss.softmax import STATISTICS
 from llmk.registry import cdiv, empty, next_power_of_2, num_programs, wrap_triton
 from llmk.registry.devices import INTERPRET, shared_memory
 from llmk.registry.launch import describable, descriptor
@@ -69,9 +70,9 @@ class Transform(NamedTuple):
 
     def __call__(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return y and dy / dz of float32 logits, None where that is `factor`."""
-        u = z * self.inner
         if not self.softcap:
-            return u * self.outer, None
+            return (z if self.factor == 1.0 else z * self.factor), None
+        u = z * self.inner
         return cap_cpu(u, self.softcap) * self.outer, cap_slope_cpu(u, self.softcap) * (self.inner * self.outer)
 
 
@@ -213,9 +214,9 @@ def combined(parts: Tensor, count: Tensor, *, moments: bool, weighted: bool) -> 
 
 
 def row_statistics(sums: Tensor, y_own: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return statistics `[4, M]`, results `[4, M]` and flags, int8 `[2, M]`, of rows from their sums `[4, M]`."""
+    """Return statistics `[5, M]`, results `[4, M]` and flags, int8 `[2, M]`, of rows from their sums `[4, M]`."""
     M = y_own.shape[0]
-    stats, results = (empty((4, M), torch.float32, sums.device) for _ in range(2))
+    stats, results = (empty((n, M), torch.float32, sums.device) for n in (STATISTICS, 4))
     flags = empty((2, M), torch.int8, sums.device)
     wrap_triton(statistics_kernel)[(cdiv(M, 128),)](
         sums, y_own, mask, stats, results, flags, M, FAR, BLOCK_M=128, num_warps=4
@@ -224,14 +225,14 @@ def row_statistics(sums: Tensor, y_own: Tensor, mask: Tensor) -> tuple[Tensor, T
 
 
 def exponential_coefficients(
-    stats: Tensor, far: Tensor, own: Tensor, slope: Tensor | None, grads: tuple[Tensor | None, Tensor | None],
+    stats: Tensor, mask: Tensor, own: Tensor, slope: Tensor | None, grads: tuple[Tensor | None, Tensor | None],
     factor: float,
 ) -> Tensor:  # fmt: skip
     """Return r, what rounding the own entries loses, and these, `[3, M]`, where exponentials are the gradient.
 
     Args:
-        stats: The rows' statistics, `[4, M]`.
-        far: Mask of the rows whose exponentials are relative to their largest logit, int8 `[M]`.
+        stats: The rows' statistics, `[5, M]`.
+        mask: Mask of the rows that count.
         own: The columns of their own classes, int32 `[M]`.
         slope: dy / dz of their own classes, None where it is `factor`.
         grads: The gradients of log-probabilities and logsumexps, `[M]`, None for zeros.
@@ -241,8 +242,8 @@ def exponential_coefficients(
     out = empty((3, M), torch.float32, own.device)
     grad, lse_grad = grads
     wrap_triton(coefficients_kernel)[(cdiv(M, 128),)](
-        stats, far, own, slope, grad, lse_grad, out, M, 0 if grad is None else grad.stride(0), factor, LEAST_FACTOR,
-        BLOCK_M=128, num_warps=4,
+        stats, mask, own, slope, grad, lse_grad, out, M, stats.stride(0), 0 if grad is None else grad.stride(0),
+        factor, LEAST_FACTOR, BLOCK_M=128, num_warps=4,
     )  # fmt: skip
     return out
 

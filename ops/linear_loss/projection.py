@@ -35,6 +35,7 @@ class Chunk:
     count: Tensor  # int32 [1]
     own: Tensor  # int32 [M], the column of the row's own class, negative where it is elsewhere
     y_own: Tensor  # float32 [M], its transformed logit, of all ranks; -inf for no class
+    reference: Tensor  # float32 [M], the same for kernels: +inf where a row does not count, NaN where that is +inf
     slope_own: Tensor | None  # float32 [M], dy / dz of it; None where that is the same for all
 
 
@@ -137,10 +138,7 @@ class KernelProjection:
         return products.target_logits(self.x[rows], weight, bias, columns, 0, transform.rounded)
 
     def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
-        # A logit of +inf that counts makes its row NaN; as a reference it says that a row does not count.
-        numbers = chunk.y_own.masked_fill(chunk.y_own == float("inf"), float("nan"))
-        numbers = numbers.masked_fill(~chunk.mask, float("inf")).unsqueeze(0)
-        rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
+        rows = Rows(self.x[chunk.rows], chunk.reference.unsqueeze(0), chunk.own, chunk.count)
         parts = products.part_sums(rows, self.V)
         if self.V > 0:
             products.launch_logits(rows, self.weights, p, parts, moments=moments)
@@ -154,7 +152,7 @@ class KernelProjection:
         stats, results, flags = products.row_statistics(sums, chunk.y_own, chunk.mask)
         if p is not None and self.V > 0:
             self._make_far_rows(rows, stats[:1], flags[1], p)
-        return RowsOfLogits(Statistics(*stats.unbind()), results[3], flags[0] != 0, results)
+        return RowsOfLogits(Statistics(stats), results[3], flags[0].view(torch.bool), results)
 
     def _over_ranks(self, shard: VocabShard, sums: Tensor) -> Tensor:
         """Return the sums `[4, M]` of all ranks from those of each, which are relative to its own largest logit."""
@@ -173,19 +171,16 @@ class KernelProjection:
         weights = self.weights._replace(class_weight=None)
         products.launch_logits(Rows(scratch, reference, rows.own, number), weights, p, place=place)
 
-    def _is_far(self, chunk: Chunk, stats: Statistics) -> Tensor:
-        return chunk.mask & ~(stats.reference - chunk.y_own < products.FAR)  # where one is no number too
-
     def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
         factor, own_grad = self.weights.transform.factor, grads.logprobs
         out = products.exponential_coefficients(
-            torch.stack(stats), self._is_far(chunk, stats).view(torch.int8), chunk.own, chunk.slope_own,
+            stats.values, chunk.mask, chunk.own, chunk.slope_own,
             (None if own_grad is None else own_grad.squeeze(1), grads.logsumexp), factor,
         )  # fmt: skip
         return RowMatrix(p, out[:2], out[2])
 
     def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
-        own = -stats.rest / stats.own.masked_fill(self._is_far(chunk, stats), 1.0)
+        own = -stats.rest / stats.scale
         return own if chunk.slope_own is None else own * chunk.slope_own
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
@@ -262,10 +257,11 @@ class MatrixProjection:
         distance = chunk.y_own - reference
         own = distance.exp()
         moment = moment + torch.where(own > 0, own * distance, 0.0)
-        stats = Statistics(reference, rest, own, moment).masked(chunk.mask)
+        stats = Statistics.of(reference, rest, own, moment).masked(chunk.mask)
         return RowsOfLogits(stats, weighted, chunk.mask & (m <= chunk.y_own), None)
 
     def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
+        grads = grads.masked(chunk.mask.unsqueeze(-1))
         factor, total = self.weights.transform.factor, stats.total
         g = torch.zeros_like(total) if grads.logprobs is None else grads.logprobs.squeeze(1)
         stored = self.own_entries(chunk, stats)

@@ -16,22 +16,47 @@ and an entry more for each class k: g_k. Where h and u are none and there is one
 own class g rest / T + f own / T: the exponentials of the forward pass serve as they are, with A as the row's factor.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-STATISTICS = 4
+STATISTICS = 5
 """The number of float32 values that are saved for a row."""
 
 
-class Statistics(NamedTuple):
-    """What a row's logits say of its softmax, float32 `[M]` each; the sums of all ranks together."""
+@dataclass(frozen=True)
+class Statistics:
+    """What a row's logits say of its softmax, float32 `[5, M]`; the sums of all ranks together."""
 
-    reference: Tensor
-    rest: Tensor
-    own: Tensor
-    moment: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, *values: Tensor) -> "Statistics":
+        """Make them of reference, rest, own and moment, `[M]` each, for exponentials relative to the reference."""
+        return cls(torch.stack((*values, torch.ones_like(values[0]))))
+
+    @property
+    def reference(self) -> Tensor:
+        return self.values[0]
+
+    @property
+    def rest(self) -> Tensor:
+        return self.values[1]
+
+    @property
+    def own(self) -> Tensor:
+        return self.values[2]
+
+    @property
+    def moment(self) -> Tensor:
+        return self.values[3]
+
+    @property
+    def scale(self) -> Tensor:
+        """What exponentials that were stored are multiplied by to be relative to the reference."""
+        return self.values[4]
 
     @property
     def total(self) -> Tensor:
@@ -41,14 +66,14 @@ class Statistics(NamedTuple):
     def log_total(self) -> Tensor:
         return torch.where(self.own == 1, self.rest.log1p(), self.total.log())
 
-    def stacked(self) -> Tensor:
-        """Return them as one tensor `[4, M]`, as they are saved."""
-        return torch.stack(self)
+    def of_rows(self, rows: slice) -> "Statistics":
+        return Statistics(self.values[:, rows])
 
     def masked(self, mask: Tensor) -> "Statistics":
         """Return the same, and of rows that do not count those of a row with one class."""
-        values = (0.0, 0.0, 1.0, 0.0)
-        return Statistics(*(each.masked_fill(~mask, value) for each, value in zip(self, values, strict=True)))
+        values = self.values.masked_fill(~mask, 0.0)
+        values[2::2].masked_fill_(~mask, 1.0)  # own and scale
+        return Statistics(values)
 
 
 class RowResults(NamedTuple):

@@ -67,7 +67,7 @@ class Support:
         e = distance.exp()
         total = e.sum(-1)
         moment = torch.where(e == 0, 0.0, e * distance).sum(-1)
-        own = Statistics(m, total, torch.zeros_like(total), moment)
+        own = Statistics.of(m, total, torch.zeros_like(total), moment)
         cuts, counts = self.cuts(rows), classes.counts
         own_classes = of.classes[rows].long()
         inside = (own_classes.unsqueeze(-1) == ids.unsqueeze(-2)).any(-1)
@@ -76,7 +76,7 @@ class Support:
         entropy, counted = total.log() - moment / total, counts.any(-1)
         replaced = cuts & counted
         return (
-            Statistics(*(torch.where(replaced, *pair) for pair in zip(own, stats, strict=True))),
+            Statistics(torch.where(replaced, own.values, stats.values)),
             results._replace(
                 logprobs=torch.where(cuts.unsqueeze(-1) & counts, logprobs, results.logprobs),
                 entropy=torch.where(replaced, entropy, results.entropy),

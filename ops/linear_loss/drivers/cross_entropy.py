@@ -135,7 +135,7 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """Return the loss, entropy and correctness; statistics, a denominator, and gradients of input, weight and bias.
 
-    With "none" the backward pass recomputes the logits, given the statistics `[4, ...]` of each token. The denominator
+    With "none" the backward pass recomputes the logits, given the statistics `[5, ...]` of each token. The denominator
     is 1 except for "total": the sum, with the denominator of the mean, both of which processes with some tokens each
     add up first.
     """
@@ -150,8 +150,10 @@ def _forward(
     if weights is not None:
         loss, counts = loss * weights, counts * weights
     nothing = torch.empty((0,), dtype=torch.float32, device=loss.device)
-    correct = (largest & losses.mask).float()
-    entropy, correct = _metrics(full_call, compacted, results.entropy, correct, reduction) or (nothing, nothing)
+    entropy, correct = nothing, nothing
+    if call.with_metrics:
+        correct = (largest & losses.mask).float()
+        entropy, correct = _metrics(full_call, compacted, results.entropy, correct, reduction)
     denominator = counts.sum() if reduction == "total" else loss.new_ones(())
     if reduction == "none":
         loss, stats = compacted.scatter(loss), compacted.scatter_statistics(stats)
@@ -162,10 +164,8 @@ def _forward(
 
 def _metrics(
     call: CrossEntropyCall, compacted: CompactedTokens, entropy: Tensor, correct: Tensor, reduction: str
-) -> tuple[Tensor, Tensor] | None:
-    """Return entropies and correctness `[...]`, or their means over the tokens that count; None if not asked for."""
-    if not call.with_metrics:
-        return None
+) -> tuple[Tensor, Tensor]:
+    """Return entropies and correctness `[...]`, or their means over the tokens that count."""
     if reduction == "none":
         return compacted.scatter(entropy), compacted.scatter(correct)
     count = call.mask().sum()

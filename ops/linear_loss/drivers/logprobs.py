@@ -118,7 +118,7 @@ def check_support(support: Tensor, call: LogprobsCall) -> None:
 
 
 def _forward(impl: Implementation, full_call: LogprobsCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probabilities, entropies, the statistics `[4, ...]` of each token, and exponentials that are kept."""
+    """Return log-probabilities, entropies, the statistics `[5, ...]` of each token, and exponentials that are kept."""
     compacted, call = full_call.compacted(impl)
     kept = full_call.kept_buffer(keep and full_call.keeps_exponentials)
     rows = call.logprob_rows(impl, compacted)
@@ -288,14 +288,14 @@ def _topk_backward(
     call, tokens = topk_call.given(indices), CompactedTokens(tuple(topk_call.tokens))
     rows = call.softmax_rows(impl, tokens, leaves_out_own=False)
     m, total, mean = stats.view(TOPK_STATISTICS, -1).unbind()
-    of_rows = Statistics(m, total, torch.zeros_like(m), mean * total)
+    of_rows = Statistics.of(m, total, torch.zeros_like(m), mean * total)
     grads = RowGradients(
         None if grad is None else grad.reshape(-1, topk_call.k),
         None,
         None if logsumexp_grad is None else logsumexp_grad.reshape(-1),
     )
     gradients = gradients_of(rows, (need_dx, need_dw, need_db), call.recomputed_dtypes)
-    second_pass(rows, of_rows.stacked(), lambda block, _: grads.of(block), gradients)
+    second_pass(rows, of_rows.values, lambda block, _: grads.of(block), gradients)
     return gradients.results(call.input.shape)
 
 
