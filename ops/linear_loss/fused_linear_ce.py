@@ -44,7 +44,7 @@ from llmk.registry import Cost, Sample, public_op
 
 def fused_linear_ce_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, chunk_size: int = 0,
-    row_weight: Tensor | None = None, skip_ignored: bool = False, logits_dtype: torch.dtype | None = None,
+    row_weight: Tensor | None = None, skip_ignored: bool = True, logits_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Tensor:  # fmt: skip
     logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
@@ -91,17 +91,17 @@ def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterato
         kwargs = {
             "row_weight": row_weight,
             "weight": weight,
-            "skip_ignored": True,
+            "skip_ignored": False,
             "reduction": reduction,
             **everything,
         }
         yield Sample(
-            (randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why=f"ignored tokens skipped, {reduction}"
+            (randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why=f"ignored tokens not skipped, {reduction}"
         )
-    kwargs = {"linear_bias": randn(37), "skip_ignored": True, "chunk_size": 4}
-    yield Sample((randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why="skipped, three chunks and a bias")
+    kwargs = {"linear_bias": randn(37), "skip_ignored": False, "chunk_size": 4}
+    yield Sample((randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why="not skipped, three chunks and a bias")
     nothing = make.ignored(4)
-    yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": True}, why="every target ignored and skipped")
+    yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": False}, why="every target ignored, not skipped")
     yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), {"reduction": "sum"}, why="no tokens")
     yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
@@ -168,7 +168,7 @@ def fused_linear_ce(
     z_loss: float = 0.0,
     chunk_size: int = 0,
     row_weight: Tensor | None = None,
-    skip_ignored: bool = False,
+    skip_ignored: bool = True,
     logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without ever holding all the logits.

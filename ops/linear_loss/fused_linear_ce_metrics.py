@@ -64,7 +64,7 @@ def fused_linear_ce_metrics(
     z_loss: float = 0.0,
     chunk_size: int = 0,
     row_weight: Tensor | None = None,
-    skip_ignored: bool = False,
+    skip_ignored: bool = True,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fused_linear_ce`, and from the same logits the entropy and the accuracy, without gradients.

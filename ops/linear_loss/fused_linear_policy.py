@@ -69,7 +69,7 @@ def fused_linear_policy_reference(
     advantages: Tensor | None = None, token_weight: Tensor | None = None, old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None, kl_weight: Tensor | None = None, entropy_weight: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    skip_ignored: bool = True, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if support is None:
@@ -194,11 +194,11 @@ def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Ite
     yield Sample(args, kwargs | support | {"chunk_size": 4}, why="supports, ratios of sequences, logits made twice")
     yield Sample(args, given | support | {"chunk_size": 8}, why="supports, two chunks")
     skipped, skipped_kwargs = tokens(3, 5, H=16)
-    kwargs = skipped_kwargs | everything | {"skip_ignored": True}
+    kwargs = skipped_kwargs | everything | {"skip_ignored": False}
     kwargs["support"] = make.support(skipped[2].unsqueeze(-1), 37, 9)
-    yield Sample(skipped, kwargs | {"loss_type": "dft", "chunk_size": 8}, why="ignored tokens skipped, supports")
+    yield Sample(skipped, kwargs | {"loss_type": "dft", "chunk_size": 8}, why="ignored tokens not skipped, supports")
     kwargs |= {"importance_sampling_level": "sequence_sum", "epsilon": 0.5}
-    yield Sample(skipped, kwargs | {"chunk_size": 11}, why="ignored tokens skipped, two sequences to a chunk")
+    yield Sample(skipped, kwargs | {"chunk_size": 11}, why="ignored tokens not skipped, two sequences to a chunk")
     yield Sample((randn(0, 12), randn(37, 12), classes(37, 0)), why="no token")
     strided = randn(5, 3, 12).transpose(0, 1), randn(12, 37).t(), classes(37, 5, 3).t().int()
     kwargs = {"loss_type": "reinforce", "advantages": randn(3, 1).expand(3, 5)}
@@ -263,7 +263,7 @@ def fused_linear_policy(
     logit_scale: float = 1.0,
     softcap: float = 0.0,
     ignore_index: int = -100,
-    skip_ignored: bool = False,
+    skip_ignored: bool = True,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None,

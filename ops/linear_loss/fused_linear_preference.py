@@ -64,7 +64,7 @@ def fused_linear_preference_reference(
     group_weight: Tensor | None = None, loss_type: str = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0,
     simpo_gamma: float = 0.0, discopop_tau: float = 0.05, f_divergence_type: str = "reverse_kl",
     f_divergence_coef: float = 0.5, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    ignore_index: int = -100, skip_ignored: bool = True, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     logprobs, entropy = linear_logprobs_reference(
@@ -168,8 +168,8 @@ def fused_linear_preference_samples(device: torch.device, dtype: torch.dtype) ->
     yield Sample(pairs(), kwargs | {"chunk_size": 5}, why="every option, logits made twice")
     skipped = randn(3, 2, 4, 16), randn(37, 16), classes(37, 3, 2, 4)
     skipped[2][1] = -100
-    options = kwargs | {"skip_ignored": True, "chunk_size": 9}
-    yield Sample(skipped, options, why="every option, ignored tokens skipped, a pair to a chunk, of one all of them")
+    options = kwargs | {"skip_ignored": False, "chunk_size": 9}
+    yield Sample(skipped, options, why="every option, ignored tokens not skipped, a pair to a chunk, of one all of them")
     kwargs = {"loss_type": "kto", "ref_logps": ref[:, :1], "group_weight": rand(3), "chunk_size": 4}
     yield Sample((randn(3, 1, 4, 12), randn(37, 12), classes(37, 3, 1, 4)), kwargs, why="single completions")
     nothing = make.ignored(2, 2, 3)
@@ -230,7 +230,7 @@ def fused_linear_preference(
     logit_scale: float = 1.0,
     softcap: float = 0.0,
     ignore_index: int = -100,
-    skip_ignored: bool = False,
+    skip_ignored: bool = True,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     vocab_start: int = 0,

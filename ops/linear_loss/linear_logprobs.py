@@ -50,7 +50,7 @@ from llmk.registry import Cost, Sample, public_op
 def linear_logprobs_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    skip_ignored: bool = True, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
@@ -98,12 +98,12 @@ def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     kwargs = {"linear_bias": randn(37), "softcap": 4.0, "temperature": 2.0}
     yield Sample((randn(3, 12), randn(37, 12), twice), kwargs, why="a candidate twice, and none that counts")
     yield Sample((randn(2, 12), randn(80, 12), classes(80, 2, 64)), why="64 candidates")
-    yield Sample((randn(9, 16), randn(37, 16), classes(37, 9)), {"skip_ignored": True}, why="ignored tokens skipped")
-    kwargs = {"skip_ignored": True, "chunk_size": 2, "softcap": 4.0}
-    yield Sample((randn(2, 4, 16), randn(37, 16), classes(37, 2, 4, 1)), kwargs, why="skipped, one candidate, chunks")
+    yield Sample((randn(9, 16), randn(37, 16), classes(37, 9)), {"skip_ignored": False}, why="ignored tokens not skipped")
+    kwargs = {"skip_ignored": False, "chunk_size": 2, "softcap": 4.0}
+    yield Sample((randn(2, 4, 16), randn(37, 16), classes(37, 2, 4, 1)), kwargs, why="not skipped, one candidate, chunks")
     nothing = make.ignored(4)
     yield Sample((randn(4, 8), randn(32, 8), nothing), why="every target ignored")
-    yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": True}, why="every target ignored and skipped")
+    yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": False}, why="every target ignored, not skipped")
     yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), why="no tokens")
     yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
@@ -130,8 +130,8 @@ def support_samples(make: Make) -> Iterator[Sample]:
     kwargs |= {"temperature": 0.7, "logit_scale": 0.5, "softcap": 4.0}
     yield Sample((randn(2, 5, 12), randn(37, 12), target), kwargs, why="supports, three candidates, every option")
     target = classes(80, 9)
-    kwargs = {"support": support(target.unsqueeze(-1), 80, 64), "skip_ignored": True, "logits_dtype": make.dtype}
-    yield Sample((randn(9, 16), randn(80, 16), target), kwargs, why="supports of 64, ignored tokens skipped")
+    kwargs = {"support": support(target.unsqueeze(-1), 80, 64), "skip_ignored": False, "logits_dtype": make.dtype}
+    yield Sample((randn(9, 16), randn(80, 16), target), kwargs, why="supports of 64, ignored tokens not skipped")
 
 
 def linear_logprobs_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
@@ -174,7 +174,7 @@ def linear_logprobs(
     logit_scale: float = 1.0,
     softcap: float = 0.0,
     ignore_index: int = -100,
-    skip_ignored: bool = False,
+    skip_ignored: bool = True,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None,

@@ -57,8 +57,8 @@ def vocab_parallel_linear_ce_samples(device: torch.device, dtype: torch.dtype) -
         yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why=f"every option, {reduction}")
         target = classes(37, 2, 5)
         yield Sample((randn(2, 5, 12), randn(37, 12), target), {"reduction": reduction}, why=f"no option, {reduction}")
-    skipped = {"skip_ignored": True, "chunk_size": 5, **everything}
-    yield Sample((randn(11, 16), randn(37, 16), classes(37, 11)), skipped, why="ignored tokens skipped")
+    skipped = {"skip_ignored": False, "chunk_size": 5, **everything}
+    yield Sample((randn(11, 16), randn(37, 16), classes(37, 11)), skipped, why="ignored tokens not skipped")
     kwargs = {"logits_dtype": dtype, "chunk_size": 4}
     yield Sample((randn(7, 12), randn(37, 12), classes(37, 7)), kwargs, why="logits of the input's dtype")
     smoothed = {"label_smoothing": 0.2}
@@ -109,7 +109,7 @@ def vocab_parallel_linear_ce(
     num_classes: int = 0,
     group_name: str = "",
     logits_dtype: torch.dtype | None = None,
-    skip_ignored: bool = False,
+    skip_ignored: bool = True,
 ) -> Tensor:
     """`fused_linear_ce` where each rank of a process group holds the weights of some of the classes.
 
