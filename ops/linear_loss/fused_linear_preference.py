@@ -11,15 +11,13 @@ For group g with M sequences, whose tokens t have the log-probabilities log p, w
 with a loss f and a reward s, so that the gradient of log p_t of sequence m is w_t u_g df/ds_m s'(l_gm) - v_t. It is
 known once the group's log-probabilities are. So forward, for x [N, H] and W [V, H], a chunk of whole groups at a time:
 
-    logits = x_chunk @ W^T + b                [C, V], the only buffer of that width
-    log-probabilities, and from them the gradient of each
-    G      = the logits' gradient             over the logits, in place
-    dx     = G @ W                            rows of the chunk
-    dW    += G^T @ x_chunk                    and db += the column sums of G
+    E      = exp(x_chunk @ W^T + b - c)       [C, V], the only buffer of that width
+    log-probabilities, and from them the gradient of each, by autograd, and the rows' factors r
+    dx     = r (E @ W)                        with the targets' term
+    dW    += E^T @ (r x_chunk)                and db += E^T @ r
 
-and the backward pass multiplies by the gradient of the loss: three products. Where a group does not fit into a block,
-in float16, and on a CPU where ignored tokens are skipped, logits are made twice, in the forward pass still, but for
-those of the first tokens, which are kept: at most four products.
+and the backward pass multiplies by the gradient of the loss: three products. Where a group does not fit into a chunk,
+nor all exponentials can be kept, and in float16, logits are made twice, in the forward pass still: four products.
 """
 
 from collections.abc import Iterator
@@ -267,10 +265,8 @@ def fused_linear_preference(
         temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
-        ignore_index: A token with this target has log-probability 0 and no gradient. None of its values is read;
-            its hidden state must be finite, as the weight's gradient has 0 times it, unless `skip_ignored`.
-        skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it. On a CPU the logits of the
-            others are made twice.
+        ignore_index: A token with this target has log-probability 0 and no gradient, whatever its values are.
+        skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it, but on a CPU.
         chunk_size: As in `fused_linear_ce`, or the most tokens that are whole groups.
         logits_dtype: As in `fused_linear_ce`.
         vocab_start, num_classes, group_name: As in `linear_logprobs`, for a weight that is sharded over ranks.

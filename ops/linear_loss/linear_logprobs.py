@@ -1,27 +1,25 @@
 r"""A linear layer over a vocabulary, the log-probabilities of some of its classes, and their entropy.
 
 Sources: the reference is the composition of a linear layer, a log-softmax and a gather, with what
-`trl.trainer.utils.selective_log_softmax` and `entropy_from_logits` of TRL compute of whole logits; the row kernels,
-`kernels/_logprobs.py`, have their own.
+`trl.trainer.utils.selective_log_softmax` and `entropy_from_logits` of TRL compute of whole logits; `softmax.py` has
+the numbers of a row.
 
-Forward, for x [N, H], W [V, H] and K candidates a token, a block of tokens at a time:
+Forward, for x [N, H], W [V, H] and K candidates a token, a chunk of tokens at a time:
 
-    logits = x_block @ W^T + b                [R, V], float32
-    log-probabilities [R, K], entropy [R]     in one pass over the logits
+    E = exp(x_chunk @ W^T + b - c)            [C, V], c the logit of the target or of the most likely candidate
+    log-probabilities [C, K], entropy [C]     from the sums of E and of E log E
 
-Backward, for any gradient of either, alone or together, from the logits of the first K tokens, which are kept where a
-gradient is wanted, and those of the others, which are made again:
+Backward, for any gradient of either, alone or together. Where one candidate's log-probability alone has a gradient, and
+the exponentials of all tokens fit 2 GiB, they are kept and read as they are: three products in all. Else the logits are
+made once more, and what they end in is the gradient of the logits, G, rounded to the dtype of x for its products
 
-    G      = the logits' gradient             rounded to the dtype of x for the products
     dx     = G @ W                            rows of the chunk
     dW    += G^T @ x_chunk                    and db += the column sums of G
 
-which are four products in all less K / N of one, and one less without a gradient of W. K is all N tokens of a small
-batch and none of a large one: `kept_rows` in `chunked/_plan.py`.
+which are four products, and one less without a gradient of W.
 
 A sampler that cuts by top-k or top-p draws from the softmax over the classes that it keeps, the support of a token.
-With supports [N, L] the softmax is over these alone: in both directions a row's L logits are read in place of all V,
-and G is zero at all others. The products are the same.
+With supports [N, L] the softmax is over these alone (`support.py`), and G is zero at all others.
 """
 
 from collections.abc import Iterator
@@ -188,9 +186,9 @@ def linear_logprobs(
     learning and of distillation are made of. Logits are `linear(input, linear_weight, linear_bias)`, multiplied by
     `logit_scale`, capped, and divided by `temperature`.
 
-    From the forward to the backward pass, where a gradient is wanted, the logits of the first K of N tokens are kept:
-    `K = max(0, min(N, (4 M - N) // 3))`, where M is the smaller of H and what 2.67 GiB of logits are, or `chunk_size`
-    where that is smaller. The others are made again. Calls whose backward passes are still to come add up.
+    From the forward to the backward pass, where a gradient is wanted and each token has one candidate, the exponentials
+    of the logits of all tokens are kept if they fit 2 GiB; else they are made again. Calls whose backward passes are
+    still to come add up.
 
     Where `linear_weight` is a DTensor whose classes are sharded, `Shard(0)`, over one dimension of its mesh, each rank
     keeps its own, and the ranks gather 3 + K float32 numbers of each token; see `fused_linear_ce`. So they do where
@@ -210,7 +208,7 @@ def linear_logprobs(
             have it has entropy 0 too, whatever its logits are.
         skip_ignored: Do no work for tokens none of whose candidates counts, as `fused_linear_ce` does it. The passes
             over the logits leave them out with or without this.
-        chunk_size: As in `fused_linear_ce`; the forward pass has the logits of a block and those that are kept.
+        chunk_size: As in `fused_linear_ce`.
         logits_dtype: As in `fused_linear_ce`.
         support: Classes `[..., L]` over which each token's softmax is, int64 or int32: those that a sampler kept, which
             cut by top-k or top-p. L is from 1 to 1024. Negative ids are padding, an id that occurs twice counts once,

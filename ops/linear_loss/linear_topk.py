@@ -13,8 +13,7 @@ Backward, for any gradient g of the log-probabilities and h of the logsumexp, wh
 
     dlogits_j = sum_k(g_k * [j_k = j]) - p_j * (sum_k(g_k) - h)
 
-which is that of the log-probabilities of K given classes, as `linear_logprobs` has it: the logits of the first tokens
-are kept, those of the others made again.
+which is that of the log-probabilities of K given classes, as `linear_logprobs` has it: the logits are made again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -141,7 +140,7 @@ def linear_topk(
         temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
-        chunk_size: As in `fused_linear_ce`; the forward pass has the logits of a block and those that are kept.
+        chunk_size: Tokens whose logits, in the backward pass their gradient, exist at a time; 0 chooses.
         vocab_start, num_classes, group_name: As in `linear_logprobs`, for a weight that is sharded over ranks.
 
     Returns:

@@ -369,6 +369,10 @@ class GroupsCall(LogprobsCall):
     def tokens_are_groups(self) -> bool:
         return len(self.group) == 0
 
+    def can_compact(self, impl: Implementation) -> bool:
+        """Return True if tokens are skipped; on a CPU that would leave groups of any length, whose logits are twice."""
+        return super().can_compact(impl) and (self.tokens_are_groups or not impl.on_host)
+
     @property
     def makes_gradients_again(self) -> bool:
         """True if the logits are made twice although a chunk holds whole groups."""
@@ -377,14 +381,13 @@ class GroupsCall(LogprobsCall):
     def plan_of_groups(self, impl: Implementation) -> Plan | None:
         """Return the plan whose chunks hold whole groups, so that gradients are made at once; None if a second pass is.
 
-        On a CPU a group fits if it is no longer than a chunk that stays in cache, and the tokens that count are
-        gathered, which leaves groups of any length. On a GPU they are the first of a chunk.
+        On a CPU a group fits if it is no longer than a chunk that stays in cache.
         """
         if self.tokens_are_groups:
             return self.row_plan(impl)
         group = max(self.group_rows, 1)
         if impl.on_host:
-            holds_groups = not self.skip_ignored and group <= self.row_plan(impl).chunk_rows
+            holds_groups = group <= self.row_plan(impl).chunk_rows
         else:
             within = not self.chunk_size or group <= self.chunk_size
             holds_groups = within and fits(group, self.mean_classes, self.input.dtype.itemsize)
