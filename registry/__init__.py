@@ -36,6 +36,7 @@ from llmk.registry.devices import (
     use_kernels_on_cpu,
 )
 from llmk.registry.eager.bypass import set_short_path_enabled
+from llmk.registry.gradient import differentiating, gradient_of
 from llmk.registry.graphs import recomputed_in_backward
 from llmk.registry.jit import jit
 from llmk.registry.kernel_op import KernelOp, like_first, wrap_triton
@@ -85,9 +86,11 @@ __all__ = [
     "check_shape",
     "check_size",
     "check_switch",
+    "differentiating",
     "empty",
     "foreign_kind",
     "from_arguments",
+    "gradient_of",
     "grid_cap",
     "is_sharded",
     "jit",

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeV
 
 from torch import Tensor
 
+from llmk.registry.gradient import differentiating
 from llmk.registry.kernel_op import KernelOp
 
 T = TypeVar("T")
@@ -145,6 +146,7 @@ class CallOp(Generic[C]):
         parameters, given = self._lay_out(list(_leaves(call_type))), list(inspect.signature(run).parameters.values())
         self.start = [issubclass(call_type, each.annotation) for each in given].index(True)
 
+        @differentiating
         def launch(*args: Any) -> Any:
             return run(*self.unpack(args))
 
@@ -155,7 +157,7 @@ class CallOp(Generic[C]):
         )
         # The number of launches depends on sizes: inlined, each would need a graph of its own.
         self.op = KernelOp(launch, name=name, opaque=True)
-        self.op.register_kernel("cpu")(lambda *args: on_host(*self.unpack(args)))
+        self.op.register_kernel("cpu")(differentiating(lambda *args: on_host(*self.unpack(args))))
         if fake is not None:
             self.op.register_fake(lambda *args: fake(*self.unpack(args)))
         self.op.register_flop_formula(lambda *args, out_val=None: flops(*self.unpack(args)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmk.registry.devices import SHARED_MEMORY, kernels_on_cpu, launches_for, use_kernels_on_cpu
 from llmk.registry.eager.bypass import fast_path
@@ -79,6 +80,22 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if captures.current is not None:
         captures.current.note_buffer(buffer)
     return buffer
+
+
+ALIGNMENT = 16
+"""Bytes of which a descriptor's base and row stride must be multiples."""
+
+
+def describable(x: Tensor) -> bool:
+    """Return True if a matrix can be read through a tensor descriptor, else pointers have to do."""
+    at = x.storage_offset() * x.element_size() if recording() else x.data_ptr()  # a fake tensor has no address
+    aligned = at % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
+    return aligned and x.stride(1) == 1 and x.numel() > 0
+
+
+def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """Describe a matrix for a kernel that loads or stores blocks of it: zeros outside of it, nothing stored there."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
 def _is_gpu(device: torch.device) -> bool:

@@ -4,6 +4,7 @@ Each is written from its paper, with the signature of the loss, and gives the lo
 in the dtype of the inputs it is the composition whose error is the baseline.
 """
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -129,6 +130,57 @@ def weighted_sum(x: Tensor, other: Tensor, ld_alpha: float | None) -> Tensor:
     return x[:shared].sum() + (1.0 if ld_alpha is None else ld_alpha) * x[shared:].sum()
 
 
+def _exo_pair(c: Tensor, r: Tensor, beta: float, e: float, tau: float) -> Tensor:
+    x = beta * (c - r)
+    chosen = F.sigmoid(x) * (-F.softplus(-x) - math.log(1 - e))
+    return chosen + F.sigmoid(-x) * (-F.softplus(x) - math.log(e))
+
+
+def _discopop(c: Tensor, r: Tensor, beta: float, e: float, tau: float) -> Tensor:
+    x = beta * (c - r)
+    return F.softplus(-x) * (1 - F.sigmoid(x / tau)) + torch.exp(-x) * F.sigmoid(x / tau)
+
+
+def _robust(c: Tensor, r: Tensor, beta: float, e: float, tau: float) -> Tensor:
+    x = beta * (c - r)
+    return ((1 - e) * F.softplus(-x) - e * F.softplus(x)) / (1 - 2 * e)
+
+
+OF_A_MARGIN: dict[str, Callable[..., Tensor]] = {
+    "sigmoid": lambda c, r, beta, e, tau: F.softplus(-beta * (c - r)),
+    "sigmoid_norm": lambda c, r, beta, e, tau: F.softplus(-beta * (c - r)),
+    "hinge": lambda c, r, beta, e, tau: F.relu(1 - beta * (c - r)),
+    "ipo": lambda c, r, beta, e, tau: (c - r - 0.5 / beta).square(),
+    "exo_pair": _exo_pair,
+    "robust": _robust,
+    "discopop": _discopop,
+}
+"""The losses of two rewards, beta, a label smoothing and tau; those of log-ratios come behind them."""
+OF_A_PAIR: dict[str, Callable[..., Tensor]] = OF_A_MARGIN | {
+    "nca_pair": lambda c, r, beta, e, tau: F.softplus(-beta * c) + (F.softplus(beta * c) + F.softplus(beta * r)) / 2,
+    "bco_pair": lambda c, r, beta, e, tau: F.softplus(-beta * c) + F.softplus(beta * r),
+    "sppo_hard": lambda c, r, beta, e, tau: (c - 0.5 / beta).square() + (r + 0.5 / beta).square(),
+    "apo_zero": lambda c, r, beta, e, tau: 1 - F.sigmoid(beta * c) + F.sigmoid(beta * r),
+    "apo_down": lambda c, r, beta, e, tau: F.sigmoid(beta * c) + 1 - F.sigmoid(beta * (c - r)),
+}
+F_PRIMES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "reverse_kl": lambda t, a: t,
+    "forward_kl": lambda t, a: 1 - torch.exp(-t),
+    "js_divergence": lambda t, a: torch.log(2 * t.exp() / (1 + t.exp())),
+    "alpha_divergence": lambda t, a: (t.exp() ** (a - 1) - 1) / (a - 1),
+}
+"""f'(u) of t = log(u), u = policy / reference, and of the alpha divergence's coefficient."""
+
+
+def smoothed(x: Tensor, e: float) -> Tensor:
+    return (1 - e) * F.softplus(-x) + e * F.softplus(x)
+
+
+def orpo_of(c: Tensor, r: Tensor) -> Tensor:
+    """-log sigmoid of the log-odds' difference, of averages of log-probabilities."""
+    return F.softplus(-(c - torch.log(-torch.expm1(c)) - r + torch.log(-torch.expm1(r))))
+
+
 def dpo_reference(
     input: Tensor,
     linear_weight: Tensor,
@@ -165,41 +217,20 @@ def dpo_reference(
     logratio_c, logratio_r = t[:, 0, 0], t[:, 0, 1]  # log(policy / reference)
     lengths = torch.tensor([[max(len(c), 1), max(len(r), 1)] for c, r in tokens], device=input.device).to(t.dtype)
 
-    def score(logratio: Tensor) -> Tensor:  # f'(u), u = policy / reference
-        u, a = logratio.exp(), f_alpha_divergence_coef
-        return {
-            "reverse_kl": lambda: logratio,
-            "forward_kl": lambda: 1 - 1 / u,
-            "js_divergence": lambda: torch.log(2 * u / (1 + u)),
-            "alpha_divergence": lambda: (u ** (a - 1) - 1) / (a - 1),
-        }[f_divergence_type]()
-
-    score_c, score_r = score(logratio_c), score(logratio_r)
-    x, rc, rr = beta * (score_c - score_r), beta * logratio_c, beta * logratio_r
-    averages = score_c / lengths[:, 0] - score_r / lengths[:, 1]
-    smooth: Callable[[Tensor], Tensor] = lambda y: (1 - e) * F.softplus(-y) + e * F.softplus(y)  # noqa: E731
+    score_c, score_r = (F_PRIMES[f_divergence_type](t, f_alpha_divergence_coef) for t in (logratio_c, logratio_r))
     margins = torch.stack([c - r for c, r in policy])
     ref_margins = torch.stack([c - r for c, r in ref])
     nll = nll_of(tokens, num_chosen_tokens_in_batch)
     losses: dict[str, Callable[[], Tensor]] = {
-        "sigmoid": lambda: F.softplus(-x),
-        "hinge": lambda: (1 - x).clamp(min=0),
-        "ipo": lambda: (averages - 0.5 / beta).square(),
-        "exo_pair": lambda: (
-            F.sigmoid(x) * (-F.softplus(-x) - math.log(1 - e)) + F.sigmoid(-x) * (-F.softplus(x) - math.log(e))
-        ),
-        "nca_pair": lambda: F.softplus(-rc) + (F.softplus(rc) + F.softplus(rr)) / 2,
-        "robust": lambda: ((1 - e) * F.softplus(-x) - e * F.softplus(x)) / (1 - 2 * e),
-        "bco_pair": lambda: F.softplus(-rc) + F.softplus(rr),
-        "sppo_hard": lambda: (logratio_c - 0.5 / beta).square() + (logratio_r + 0.5 / beta).square(),
-        "aot": lambda: smooth(beta * (margins.sort().values - ref_margins.sort().values)),
-        "aot_unpaired": lambda: smooth(beta * (logratio_c.sort().values - logratio_r.sort().values)),
-        "apo_zero": lambda: 1 - F.sigmoid(rc) + F.sigmoid(rr),
-        "apo_down": lambda: F.sigmoid(rc) + 1 - F.sigmoid(rc - rr),
-        "discopop": lambda: F.softplus(-x) * (1 - F.sigmoid(x / tau)) + torch.exp(-x) * F.sigmoid(x / tau),
+        "aot": lambda: smoothed(beta * (margins.sort().values - ref_margins.sort().values), e),
+        "aot_unpaired": lambda: smoothed(beta * (logratio_c.sort().values - logratio_r.sort().values), e),
         "sft": lambda: nll,
-        "sigmoid_norm": lambda: F.softplus(-beta * averages),
     }
+    for name in OF_A_PAIR:
+        c, r = (score_c, score_r) if name in OF_A_MARGIN else (logratio_c, logratio_r)
+        if name in ("ipo", "sigmoid_norm"):
+            c, r = c / lengths[:, 0], r / lengths[:, 1]
+        losses[name] = functools.partial(OF_A_PAIR[name], c, r, beta, e, tau)
     types = [loss_type] if isinstance(loss_type, str) else loss_type
     weights = [1.0] * len(types) if loss_weights is None else loss_weights
     pair_weights: Tensor | float = 1.0
@@ -245,7 +276,7 @@ def cpo_reference(
         elif loss_type == "ipo":
             losses.append((c - r - 0.5 / beta).square())
         else:
-            losses.append((1 - label_smoothing) * F.softplus(-x) + label_smoothing * F.softplus(x))
+            losses.append(smoothed(x, label_smoothing))
     nll = nll_of(tokens, num_chosen_tokens_in_batch)
     return mean(torch.stack(losses), num_items_in_batch) + cpo_alpha * nll
 
@@ -267,8 +298,7 @@ def orpo_reference(
     tokens = pairs_of(logps_of(input, linear_weight, target, **kw), **kw)
     ratios = []
     for chosen, rejected in tokens:
-        c, r = average(chosen), average(rejected)
-        ratios.append(F.softplus(-(c - torch.log(-torch.expm1(c)) - r + torch.log(-torch.expm1(r)))))
+        ratios.append(orpo_of(average(chosen), average(rejected)))
     nll = nll_of(tokens, num_chosen_tokens_in_batch)
     return nll + beta * mean(torch.stack(ratios), num_items_in_batch)
 

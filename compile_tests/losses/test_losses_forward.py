@@ -1,4 +1,4 @@
-"""Losses whose gradients are made in the forward pass: their derivatives, and how often logits are made."""
+"""Losses whose gradients are made in the forward pass: what they refuse, and how often logits are made."""
 
 import dataclasses
 from dataclasses import replace
@@ -13,32 +13,10 @@ from llmk.functional import fused_linear_preference
 from llmk.ops.linear_loss.chunked import kept_rows
 from llmk.ops.linear_loss.fused_linear_preference import PreferenceCall
 from llmk.ops.linear_loss.kernels import KERNELS
-from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
 from llmk.ops.linear_loss.objectives.policy import LOSSES as POLICY_LOSSES
-from llmk.ops.linear_loss.objectives.preference import F_DIVERGENCES, LOSSES, LossOptions
-
-OPTIONS = LossOptions(beta=0.3, label_smoothing=0.2, simpo_gamma=0.4, discopop_tau=0.5)
-
-
-def difference(fn, x: torch.Tensor) -> torch.Tensor:
-    """The slope of a function of float64, from both sides."""
-    step = 1e-6
-    return (fn(x + step) - fn(x - step)) / (2 * step)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_slopes_of_losses(name: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    loss = LOSSES[name]
-    scores = [4 * torch.randn(50, dtype=torch.float64, generator=generator) for _ in range(loss.sequences)]
-    if name == "orpo":  # averages of log-probabilities
-        scores = [-score.abs() for score in scores]
-    for i, slope in enumerate(loss.gradients(OPTIONS, *scores)):
-
-        def of_one(x: torch.Tensor, i: int = i) -> torch.Tensor:
-            return loss.value(OPTIONS, *scores[:i], x, *scores[i + 1 :])
-
-        torch.testing.assert_close(slope, difference(of_one, scores[i]), rtol=1e-6, atol=1e-7)
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
+from llmk.ops.linear_loss.objectives.preference import LOSSES
+from llmk.registry import gradient_of
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 1e-300, 0.25, 0.5, 0.75, 1.0])
@@ -60,50 +38,6 @@ def test_a_smoothing_that_a_type_does_not_have_is_refused(name: str, smoothing: 
     assert all(bool(t.isfinite().all()) for t in (loss, x.grad, weight.grad))
 
 
-@pytest.mark.parametrize("name", F_DIVERGENCES)
-def test_slopes_of_divergences(name: str) -> None:
-    score, slope = F_DIVERGENCES[name]
-    x = torch.linspace(-9.0, 9.0, 50, dtype=torch.float64)
-    torch.testing.assert_close(slope(x, 0.7), difference(lambda x: score(x, 0.7), x), rtol=1e-6, atol=1e-7)
-    assert slope(torch.tensor([-400.0, 400.0]), 0.7).isfinite().all()
-
-
-def policy_terms(options: PolicyOptions) -> PolicyTerms:
-    """The loss of a sequence of 40 tokens, in float64."""
-    generator = torch.Generator().manual_seed(0)
-    advantages, weight, old, ref, kl_weight = torch.randn(5, 40, dtype=torch.float64, generator=generator).unbind()
-    return PolicyTerms(
-        advantages=advantages,
-        weight=weight,
-        old_logps=0.3 * old,
-        ref_logps=0.3 * ref,
-        kl_weight=kl_weight,
-        entropy_weight=weight,
-        options=options,
-        level=lambda values: values.mean().expand(40),
-    )
-
-
-@pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_slopes_of_policies(name: str, estimator: str, corrected: bool) -> None:
-    """As autograd has them of the value, where the ratio is a token's own and where it is its sequence's."""
-    options = PolicyOptions(name, kl_estimator=estimator, use_bias_correction_kl=corrected, delta=1.3)
-    options = options._replace(clip_ratio_c=1.1)
-    bounds = policy_terms(options._replace(max_log_ratio=1e-3)), policy_terms(options._replace(max_log_ratio=0.3))
-    for terms in (
-        policy_terms(options),
-        *bounds,
-        *(replace(terms, level=lambda values: values) for terms in (policy_terms(options), bounds[1])),
-    ):
-        logps = (0.3 * torch.randn(40, dtype=torch.float64)).requires_grad_()
-        entropy = torch.rand(40, dtype=torch.float64).requires_grad_()
-        wanted = torch.autograd.grad(terms.loss(logps, entropy), (logps, entropy))
-        for slope, of in zip(terms.gradients(logps.detach()), wanted, strict=True):
-            torch.testing.assert_close(slope, of)
-
-
 @pytest.mark.parametrize("of_sequence", [False, True])
 @pytest.mark.parametrize("delta", [None, 1.1, 3.0])
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -122,16 +56,16 @@ def test_ratios_that_overflow(name: str, delta: float | None, of_sequence: bool)
         level=(lambda values: values.mean().expand(values.shape)) if of_sequence else lambda values: values,
     )
     tensors = {key: getattr(terms, key).double() for key in ("advantages", "weight", "old_logps")}
-    exact = gradient_of(replace(terms, **tensors), logps.double())
+    (got, none), (exact, _) = (
+        gradient_of(each.loss, x, torch.zeros_like(x))[1]
+        for each, x in ((terms, logps), (replace(terms, **tensors), logps.double()))
+    )
+    assert none is None
+    assert got is not None
+    assert exact is not None
     finite = exact.abs() < torch.finfo(torch.float32).max
     assert finite.sum() > 40
-    for got in (gradient_of(terms, logps), terms.gradients(logps)[0]):
-        torch.testing.assert_close(got[finite], exact[finite].float(), rtol=1e-4, atol=1e-12)
-
-
-def gradient_of(terms: PolicyTerms, logps: torch.Tensor) -> torch.Tensor:
-    logps = logps.requires_grad_()
-    return torch.autograd.grad(terms.loss(logps, torch.zeros_like(logps)), logps)[0].detach()
+    torch.testing.assert_close(got[finite], exact[finite].float(), rtol=1e-4, atol=1e-12)
 
 
 @pytest.fixture
@@ -239,3 +173,19 @@ def test_blocks_on_a_gpu_hold_whole_pairs(skips: bool) -> None:
         if found is not None:
             assert found.block_rows % (2 * S) == found.chunk_rows % (2 * S) == 0
             assert not skips or found.block_rows == found.chunk_rows
+
+
+def test_what_was_made_in_inference_mode(device: torch.device) -> None:
+    """As weights and a reference's log-probabilities may be: constants of the loss, which autograd does not refuse."""
+    x, weight = torch.randn(2, 2, 3, 8, device=device).requires_grad_(), torch.randn(10, 8, device=device)
+    target = torch.randint(0, 10, (2, 2, 3)).to(device)
+
+    def gradient() -> torch.Tensor:
+        loss, *_ = fused_linear_preference(x, weight, target, **constants)
+        return torch.autograd.grad(loss, x)[0]
+
+    constants: dict[str, Any] = {"group_weight": torch.rand(2).to(device), "ref_logps": torch.randn(2, 2).to(device)}
+    right = gradient()
+    with torch.inference_mode():
+        constants = {name: tensor.clone() for name, tensor in constants.items()}
+    assert torch.equal(gradient(), right)

@@ -49,7 +49,7 @@ def dpo(
     f_alpha_divergence_coef: float = 0.5, discopop_tau: float = 0.05, ld_alpha: float | None = None,
     num_items_in_batch: Tensor | float | None = None, num_chosen_tokens_in_batch: Tensor | float | None = None,
     use_weighting: bool = False, linear_bias: Tensor | None = None, temperature: float = 1.0,
-    logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
+    logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = True,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
     pair_order: str | None = None, group: Any = None, context_group: Any = None,
@@ -263,7 +263,7 @@ def _weighted(values: Tensor, sequences: Sequences, ld_alpha: float | None) -> T
 
 def _pairs(nll: Tensor, logps: Tensor, ref_logps: Tensor, sequences: Sequences, own: _Options) -> Pairs:
     logratios = logps - ref_logps
-    reward, _ = F_DIVERGENCES[own.f_divergence_type]
+    reward = F_DIVERGENCES[own.f_divergence_type]
     chosen_logps, rejected_logps = sequences.halves(logps)
     ref_chosen, ref_rejected = sequences.halves(ref_logps)
     return Pairs(

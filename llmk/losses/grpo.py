@@ -57,7 +57,7 @@ def grpo(
     kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 1.0,
     vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    ignore_index: int = -100, skip_ignored: bool = True, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
     num_sequences: int | None = None, support: Tensor | None = None, group: Any = None, context_group: Any = None,
     vocab_group: VocabGroup = None,

@@ -33,7 +33,7 @@ def kto(
     desirable_weight: float = 1.0, undesirable_weight: float = 1.0, loss_type: str = "kto",
     num_items_in_batch: Tensor | float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    ignore_index: int = -100, skip_ignored: bool = True, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, group: Any = None,
     context_group: Any = None,
     vocab_group: VocabGroup = None,

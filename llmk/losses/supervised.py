@@ -28,7 +28,7 @@ def sft(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     token_weights: Tensor | None = None, entropy_coef: float = 0.0, num_items_in_batch: Tensor | float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    ignore_index: int = -100, skip_ignored: bool = True, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
     group: Any = None,
     vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
@@ -85,7 +85,7 @@ def dft(
     arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
-    logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
+    logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = True,
     chunk_size: int = 0, logits_dtype: torch.dtype | None = None, group: Any = None,
     vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip

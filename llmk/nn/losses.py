@@ -92,7 +92,7 @@ class LinearCrossEntropyLoss(CrossEntropyLoss, operator="fused_linear_ce"):
         softcap: float = 0.0,
         z_loss: float = 0.0,
         chunk_size: int = 0,
-        skip_ignored: bool = False,
+        skip_ignored: bool = True,
         logits_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(weight, ignore_index, reduction, label_smoothing, softcap=softcap, z_loss=z_loss)
@@ -152,7 +152,7 @@ class LinearLogProbs(_OperatorLoss, operator="linear_logprobs"):
         logit_scale: float = 1.0,
         softcap: float = 0.0,
         ignore_index: int = -100,
-        skip_ignored: bool = False,
+        skip_ignored: bool = True,
         chunk_size: int = 0,
         logits_dtype: torch.dtype | None = None,
     ) -> None:

@@ -59,7 +59,7 @@ class FusedLoss(Edit):
 
     @property
     def what(self) -> str:
-        return f"fused_linear_ce{self.capping}{', skip_ignored' if self.skip_ignored else ''}"
+        return f"fused_linear_ce{self.capping}{'' if self.skip_ignored else ', skip_ignored=False'}"
 
     def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
         LossCalls(self.places).visit(definition)

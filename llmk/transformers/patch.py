@@ -63,7 +63,7 @@ def patch(
     recurrences: bool = True,
     loss: bool = True,
     masks: bool = True,
-    skip_ignored: bool = False,
+    skip_ignored: bool = True,
 ) -> Report:
     """Replace what llmk's operators compute in a Hugging Face model, or in any model of modules like those.
 

@@ -84,3 +84,13 @@ def column_quarters(z):
     first, second = column_halves(left)
     third, fourth = column_halves(right)
     return first, second, third, fourth
+
+
+@jit
+def column_eighths(z):
+    first, second, third, fourth = column_quarters(z)
+    a, b = column_halves(first)
+    c, d = column_halves(second)
+    e, f = column_halves(third)
+    g, h = column_halves(fourth)
+    return a, b, c, d, e, f, g, h

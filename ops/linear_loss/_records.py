@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked import Sizes, kept_rows, product_flops
+from llmk.ops.linear_loss.chunked import Sizes, product_flops
+from llmk.ops.linear_loss.plan import described, kept_rows
 from llmk.registry import Cost, Sample
 
 
@@ -60,9 +61,16 @@ def token_workloads(
     yield from (token_workload(each, device, dtype) for each in sizes)
 
 
-def kept_tokens(input: Tensor, linear_weight: Tensor, chunk_size: int = 0, **options: Any) -> int:
-    """Return the number of tokens whose float32 logits are kept from the forward to the backward pass."""
-    return kept_rows(input.shape[:-1].numel(), input.shape[-1], linear_weight.shape[0], 4, chunk_size)
+def keeps_exponentials(input: Tensor, linear_weight: Tensor) -> bool:
+    """Return True if the exponentials of the forward pass are kept for the backward pass."""
+    N, V = input.shape[:-1].numel(), linear_weight.shape[0]
+    return N > 0 and kept_rows(N, V, 4 if input.is_cpu else input.element_size()) > 0
+
+
+def rows_plan(input: Tensor, linear_weight: Tensor, *args: Any, chunk_size: int = 0, **options: Any) -> str:
+    """Say in how many tokens at a time a loss is computed whose forward pass makes the gradients."""
+    N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
+    return described(N, H, V, input.dtype, on_host=input.is_cpu, chunk_size=chunk_size)
 
 
 def linear_plan(
@@ -71,14 +79,12 @@ def linear_plan(
     *args: Any,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
-    kept: int = 0,
     stored: bool = True,
     **options: Any,
 ) -> str:
-    """Say in how many tokens at a time a linear layer over classes is computed, whose gradients one pass makes."""
+    """Say in how many tokens at a time a linear layer over classes is computed that has logits."""
     N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
-    wide = logits_dtype in (None, torch.float32)
-    sizes = Sizes.of(N, H, V, input.dtype, wide, remade=kept > 0, kept=kept)
+    sizes = Sizes.of(N, H, V, input.dtype, logits_dtype in (None, torch.float32))
     return sizes.described(on_host=input.is_cpu, chunk_size=chunk_size, stored=stored)
 
 

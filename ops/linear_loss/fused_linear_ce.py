@@ -1,24 +1,26 @@
-r"""A linear layer and the cross entropy of its outputs, without ever holding all the logits.
+r"""A linear layer and the cross entropy of its outputs, without ever holding logits.
 
 Sources: `torch.nn.functional.linear_cross_entropy` for the semantics; Hsu et al., "Liger Kernel", 2024,
-https://arxiv.org/abs/2410.10989, for making the gradients in the forward pass; `cross_entropy.py` for the loss itself.
+https://arxiv.org/abs/2410.10989, for making the gradients in the forward pass; `softmax.py` for the numbers of a row.
 
-Forward, for x [N, H], W [V, H] and targets [N], a chunk of tokens at a time, whose logits are float32 and exist for a
-block of its tokens at a time:
+Forward, for x [N, H], W [V, H] and targets t [N], a chunk of C rows at a time:
 
-    logits = x_block @ W^T + b                [R, V]
-    losses = row_losses(logits)
-    G      = row_gradients(logits)            [C, V], rounded to the dtype of x for the products
-    dx     = G @ W                            rows of the chunk
-    dW    += G^T @ x_chunk                    and db += the column sums of G
+    c      = the targets' logits, x_i . W_t                              float32
+    E      = exp(x_chunk @ W^T + b - c), 0 at t, with its sums s         [C, V], rounded to the dtype of x
+    losses = log1p(s), and what the options add
+    r      = the gradient of the loss by log p, over -(1 + s)            autograd differentiates the loss
+    dx     = r (E @ W - s W_t)                                           rows of the chunk
+    dW    += E^T @ (r x_chunk)      with -s at t                         and db += E^T @ r
+
+E is what the gradients read, as it is: it is never normalized, and logits are in memory in no precision. `products.py`
+has the three kernels. In float32, and on a CPU, the products are PyTorch's, and E takes the place of a chunk's logits.
 
 A mean or a sum needs no more of the upstream gradient than one factor, so the backward pass only multiplies by it and
 divides by what the mean divided by; gradients that nobody wants are not made. With reduction "none" each row has its
-own upstream gradient: the forward pass keeps each row's maximum and sum, and the backward pass makes the logits
-again.
+own upstream gradient: the forward pass keeps a few numbers of each row, and the backward pass makes the logits again.
 
 The driver is one opaque node under Inductor: inlined, its number of chunks would be part of the graph, and a batch of
-another size would need another graph.
+another size would need another graph. Tensor descriptors cannot be captured in a traced body either.
 """
 
 from collections.abc import Iterator
@@ -31,8 +33,8 @@ from llmk.ops.linear_loss._patterns import FUSED_LINEAR_CE
 from llmk.ops.linear_loss._records import (
     Make,
     linear_cost,
-    linear_plan,
     linear_reference,
+    rows_plan,
     token_workload,
     token_workloads,
 )
@@ -44,7 +46,7 @@ from llmk.registry import Cost, Sample, public_op
 
 def fused_linear_ce_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, chunk_size: int = 0,
-    row_weight: Tensor | None = None, skip_ignored: bool = False, logits_dtype: torch.dtype | None = None,
+    row_weight: Tensor | None = None, skip_ignored: bool = True, logits_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Tensor:  # fmt: skip
     logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
@@ -91,17 +93,17 @@ def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterato
         kwargs = {
             "row_weight": row_weight,
             "weight": weight,
-            "skip_ignored": True,
+            "skip_ignored": False,
             "reduction": reduction,
             **everything,
         }
         yield Sample(
-            (randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why=f"ignored tokens skipped, {reduction}"
+            (randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why=f"ignored tokens not skipped, {reduction}"
         )
-    kwargs = {"linear_bias": randn(37), "skip_ignored": True, "chunk_size": 4}
-    yield Sample((randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why="skipped, three chunks and a bias")
+    kwargs = {"linear_bias": randn(37), "skip_ignored": False, "chunk_size": 4}
+    yield Sample((randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why="not skipped, three chunks and a bias")
     nothing = make.ignored(4)
-    yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": True}, why="every target ignored and skipped")
+    yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": False}, why="every target ignored, not skipped")
     yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), {"reduction": "sum"}, why="no tokens")
     yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
@@ -138,21 +140,9 @@ def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
     workloads=fused_linear_ce_workloads,
     sized=token_workload,
     cost=fused_linear_ce_cost,
-    plan=linear_plan,
+    plan=rows_plan,
     patterns=FUSED_LINEAR_CE,
-    choices=(
-        "run for a second on an H200, it takes 1.04 to 1.08 times its own matrix products, 1.13 at 4096x2048x50257. At "
-        "8192x2048x151936 those are 22.7 ms of 24.5; the rest is, at the speed of a copy, 1.7 ms of three passes over "
-        "the logits, and 0.3 ms of dW's scaling in the backward pass",
-        "classes that are left over by a multiple of 16 have products of their own: at 4096x2048x50257 a product of "
-        "all takes cuBLAS 1.7 to 8.6 ms, one of 50,256 classes 1.1, and the rest 0.03",
-        "two passes over the logits instead of three were tried: for 4096x128256 in bfloat16 the two kernels take "
-        "0.78 ms; one program for both directions of a row, which keeps a quarter of it in registers and finds the "
-        "rest in L2, 0.73 to 0.82, and at 151936 and 256000 classes at most 1% less than the two; rows split over "
-        "programs that wait for each other's sums 0.95 to 1.7",
-        "4096x4096x32000 takes 564 MiB in eager mode: dW twice in the backward pass, where what was saved is not "
-        "overwritten. So one chunk, whose logits take no more than dW, costs no memory",
-    ),
+    choices=("CHOICES",),
 )
 def fused_linear_ce(
     input: Tensor,
@@ -168,7 +158,7 @@ def fused_linear_ce(
     z_loss: float = 0.0,
     chunk_size: int = 0,
     row_weight: Tensor | None = None,
-    skip_ignored: bool = False,
+    skip_ignored: bool = True,
     logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without ever holding all the logits.
@@ -190,26 +180,23 @@ def fused_linear_ce(
         linear_bias: `[V]`, dtype of `input`.
         weight: `[V]`, a weight for each class; None for 1.
         ignore_index: Rows with this target have loss 0 and gradient 0, and do not count in the mean, whatever their
-            logits are. NaN or infinity in `input` itself reaches the gradient of `linear_weight` from any row, as it
-            does through PyTorch's product.
+            hidden states hold: NaN and infinity too.
         reduction: "none", "sum", or "mean": the sum over the rows divided by the sum of their targets' weights.
         label_smoothing: Probability, 0 to 1, that the target spreads evenly over all classes.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off. It has no class
             weight, but the mean divides the whole sum by the weights, where Liger divides z_loss by the number of rows.
-        chunk_size: Tokens whose logits' gradient, `[chunk_size, V]` in the dtype of `input`, exists at a time. 0
-            chooses: on a CPU a million numbers; on a GPU together with the tokens whose float32 logits exist at a
-            time, which are fewer, so that time and memory are least by a model of both. Beyond three chunks the
-            gradient of `linear_weight` is summed in float32.
+        chunk_size: Tokens whose exponentials, `[chunk_size, V]` in the dtype of `input`, exist at a time. 0 chooses: on
+            a CPU a million numbers; on a GPU so that time and memory are least by a model of both. Beyond two chunks
+            the gradient of `linear_weight` is summed in float32.
         row_weight: Weight of each token's loss, in the target's shape; the mean divides by the sum of
             these, times the class weights if given, over the tokens that count. None for 1. It has no gradient.
         skip_ignored: Do no work for tokens that do not count. On a CPU they are left out. On a GPU, where only the
-            device knows how many count, the matrix products stop at that number on chips of compute capability 9 and 10
-            in bfloat16, where H is a multiple of 8 and the weight's rows are contiguous; elsewhere they are those of
-            all tokens. Where tokens are more than a chunk, it takes memory for dW once more.
+            device knows how many count, the products of 16-bit matrices stop at that number; those of float32 are of
+            all tokens. It takes memory for a copy of the hidden states.
         logits_dtype: Dtype of the logits: None or `torch.float32`, which the products make and nothing rounds, or the
-            dtype of `input`, to which the products are rounded then. Their gradient is rounded to the dtype of `input`
-            for its products either way.
+            dtype of `input`, to which they are rounded then. Their exponentials are rounded once, to the dtype of
+            `input`, either way.
 
     Returns:
         float32: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.

@@ -25,7 +25,7 @@ student's log-probabilities of them, and with g_k its derivative by these and s 
 For several such teachers the sums go over the classes of all, so that one pass over z serves them together.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ from llmk.ops.linear_loss.drivers.distillation import (
     check_teacher_fits,
     checked_teacher,
 )
-from llmk.ops.linear_loss.objectives.topk_divergence import NOT_THERE, topk_divergence, topk_divergence_gradient
+from llmk.ops.linear_loss.objectives.topk_divergence import NOT_THERE, topk_divergence
 from llmk.ops.loss.jsd import jsd_terms
 from llmk.registry import (
     LARGEST,
@@ -130,17 +130,10 @@ class LargestClasses:
     add_tail: bool
 
     def losses(self, logprobs: Tensor, block: slice) -> Tensor:
-        return torch.stack(self._each(topk_divergence, logprobs, block))
-
-    def gradients(self, logprobs: Tensor, block: slice, loss_grads: Tensor) -> Tensor:
-        each = zip(self._each(topk_divergence_gradient, logprobs, block), loss_grads.unbind(), strict=True)
-        return torch.cat([derivative * grad.unsqueeze(-1) for derivative, grad in each], -1)
-
-    def _each(self, function: Callable[..., Tensor], logprobs: Tensor, block: slice) -> list[Tensor]:
-        """Return a function of each teacher's log-probabilities and the student's."""
         present = self.ids[block] >= 0
-        parts = (values.split(self.sizes, -1) for values in (logprobs, self.logprobs[block], present))
-        return [function(*part, self.beta, self.add_tail) for part in zip(*parts, strict=True)]
+        s, t, here = (each.split(self.sizes, -1) for each in (logprobs, self.logprobs[block], present))
+        each = [topk_divergence(*of, self.beta, self.add_tail) for of in zip(s, t, here, strict=True)]
+        return torch.stack(each)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ with a loss f and an estimator KL. So the gradient of l_t is, with level its own
 
     w_t df/dl_t + k_t KL'(l_t - q_t) [r_t] + level(r_u (w_u df/dr_u + k_u [KL(l_u - q_u)]))_t
 
-which is known once the token's log-probability is, or its sequence's are, and that of H_t is -h_t. In the forward pass
-`drivers/logprobs.py` makes the gradients from these with the chunk's logits, and the backward pass multiplies them by
-that of the loss: three products. Logits are made twice in float16, and where ratios are per sequence and a
-sequence does not fit into a block, or ignored tokens are skipped on a CPU. That is in the forward pass still, and those
-of the first tokens are kept: at most four products.
+which is known once the token's log-probability is, or its sequence's are, and that of H_t is -h_t: autograd makes it of
+the loss. In the forward pass `drivers/logprobs.py` makes the gradients from these with the chunk's exponentials, and
+the backward pass multiplies them by that of the loss: three products. Logits are made twice in float16, with
+`entropy_weight` or a `support`, and where ratios are per sequence and neither a sequence fits into a chunk nor all
+exponentials can be kept: four products.
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def fused_linear_policy_reference(
     advantages: Tensor | None = None, token_weight: Tensor | None = None, old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None, kl_weight: Tensor | None = None, entropy_weight: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    skip_ignored: bool = True, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if support is None:
@@ -194,11 +194,11 @@ def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Ite
     yield Sample(args, kwargs | support | {"chunk_size": 4}, why="supports, ratios of sequences, logits made twice")
     yield Sample(args, given | support | {"chunk_size": 8}, why="supports, two chunks")
     skipped, skipped_kwargs = tokens(3, 5, H=16)
-    kwargs = skipped_kwargs | everything | {"skip_ignored": True}
+    kwargs = skipped_kwargs | everything | {"skip_ignored": False}
     kwargs["support"] = make.support(skipped[2].unsqueeze(-1), 37, 9)
-    yield Sample(skipped, kwargs | {"loss_type": "dft", "chunk_size": 8}, why="ignored tokens skipped, supports")
+    yield Sample(skipped, kwargs | {"loss_type": "dft", "chunk_size": 8}, why="ignored tokens not skipped, supports")
     kwargs |= {"importance_sampling_level": "sequence_sum", "epsilon": 0.5}
-    yield Sample(skipped, kwargs | {"chunk_size": 11}, why="ignored tokens skipped, two sequences to a chunk")
+    yield Sample(skipped, kwargs | {"chunk_size": 11}, why="ignored tokens not skipped, two sequences to a chunk")
     yield Sample((randn(0, 12), randn(37, 12), classes(37, 0)), why="no token")
     strided = randn(5, 3, 12).transpose(0, 1), randn(12, 37).t(), classes(37, 5, 3).t().int()
     kwargs = {"loss_type": "reinforce", "advantages": randn(3, 1).expand(3, 5)}
@@ -263,7 +263,7 @@ def fused_linear_policy(
     logit_scale: float = 1.0,
     softcap: float = 0.0,
     ignore_index: int = -100,
-    skip_ignored: bool = False,
+    skip_ignored: bool = True,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None,
@@ -278,8 +278,8 @@ def fused_linear_policy(
         token_weight * f(log pi, ratio, advantage) + kl_weight * KL(pi, ref) - entropy_weight * entropy
 
     `grpo`, `reinforce`, `rloo`, `ppo`, `sft` and `dft` of `llmk.losses` use it. The gradients that are needed are made
-    in the forward pass and scaled in the backward pass. The logits are made once, or twice in float16 and where
-    ratios are per sequence and the logits of one do not fit into a chunk.
+    in the forward pass and scaled in the backward pass. The logits are made once, or twice in float16, with
+    `entropy_weight` or `support`, and where ratios are per sequence and one does not fit into a chunk.
 
     Args:
         input: `[..., S, H]`, or `[H]`; float32, float16 or bfloat16, any strides. Rows of S tokens are sequences where
@@ -311,10 +311,9 @@ def fused_linear_policy(
         temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
-        ignore_index: A token with this target has no part in the loss and no gradient. None of its values is read;
-            its hidden state must be finite, as the weight's gradient has 0 times it, unless `skip_ignored`.
-        skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it. On a CPU, where ratios are
-            those of sequences, the logits of the others are made twice.
+        ignore_index: A token with this target has no part in the loss and no gradient, whatever its values are.
+        skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it, but on a CPU where ratios
+            are those of sequences.
         chunk_size: As in `fused_linear_ce`, or the most tokens that are whole sequences where ratios are theirs.
         logits_dtype: As in `fused_linear_ce`.
         support: Classes `[..., S, L]` over which each token's softmax is, as in `linear_logprobs`. A token whose target

@@ -11,15 +11,13 @@ For group g with M sequences, whose tokens t have the log-probabilities log p, w
 with a loss f and a reward s, so that the gradient of log p_t of sequence m is w_t u_g df/ds_m s'(l_gm) - v_t. It is
 known once the group's log-probabilities are. So forward, for x [N, H] and W [V, H], a chunk of whole groups at a time:
 
-    logits = x_chunk @ W^T + b                [C, V], the only buffer of that width
-    log-probabilities, and from them the gradient of each
-    G      = the logits' gradient             over the logits, in place
-    dx     = G @ W                            rows of the chunk
-    dW    += G^T @ x_chunk                    and db += the column sums of G
+    E      = exp(x_chunk @ W^T + b - c)       [C, V], the only buffer of that width
+    log-probabilities, and from them the gradient of each, by autograd, and the rows' factors r
+    dx     = r (E @ W)                        with the targets' term
+    dW    += E^T @ (r x_chunk)                and db += E^T @ r
 
-and the backward pass multiplies by the gradient of the loss: three products. Where a group does not fit into a block,
-in float16, and on a CPU where ignored tokens are skipped, logits are made twice, in the forward pass still, but for
-those of the first tokens, which are kept: at most four products.
+and the backward pass multiplies by the gradient of the loss: three products. Where a group does not fit into a chunk,
+nor all exponentials can be kept, and in float16, logits are made twice, in the forward pass still: four products.
 """
 
 from collections.abc import Iterator
@@ -64,7 +62,7 @@ def fused_linear_preference_reference(
     group_weight: Tensor | None = None, loss_type: str = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0,
     simpo_gamma: float = 0.0, discopop_tau: float = 0.05, f_divergence_type: str = "reverse_kl",
     f_divergence_coef: float = 0.5, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    ignore_index: int = -100, skip_ignored: bool = True, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     logprobs, entropy = linear_logprobs_reference(
@@ -83,7 +81,7 @@ def fused_linear_preference_reference(
     logratios = weighted.sum(-1)
     if ref_logps is not None:
         logratios = logratios - ref_logps.to(logprobs.dtype)
-    rewards = F_DIVERGENCES[f_divergence_type][0](logratios, f_divergence_coef)
+    rewards = F_DIVERGENCES[f_divergence_type](logratios, f_divergence_coef)
     options = from_arguments(LossOptions, locals())
     names, losses = loss_type.split("+"), []
     for name in names:
@@ -168,8 +166,10 @@ def fused_linear_preference_samples(device: torch.device, dtype: torch.dtype) ->
     yield Sample(pairs(), kwargs | {"chunk_size": 5}, why="every option, logits made twice")
     skipped = randn(3, 2, 4, 16), randn(37, 16), classes(37, 3, 2, 4)
     skipped[2][1] = -100
-    options = kwargs | {"skip_ignored": True, "chunk_size": 9}
-    yield Sample(skipped, options, why="every option, ignored tokens skipped, a pair to a chunk, of one all of them")
+    options = kwargs | {"skip_ignored": False, "chunk_size": 9}
+    yield Sample(
+        skipped, options, why="every option, ignored tokens not skipped, a pair to a chunk, of one all of them"
+    )
     kwargs = {"loss_type": "kto", "ref_logps": ref[:, :1], "group_weight": rand(3), "chunk_size": 4}
     yield Sample((randn(3, 1, 4, 12), randn(37, 12), classes(37, 3, 1, 4)), kwargs, why="single completions")
     nothing = make.ignored(2, 2, 3)
@@ -230,7 +230,7 @@ def fused_linear_preference(
     logit_scale: float = 1.0,
     softcap: float = 0.0,
     ignore_index: int = -100,
-    skip_ignored: bool = False,
+    skip_ignored: bool = True,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     vocab_start: int = 0,
@@ -267,10 +267,8 @@ def fused_linear_preference(
         temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
-        ignore_index: A token with this target has log-probability 0 and no gradient. None of its values is read;
-            its hidden state must be finite, as the weight's gradient has 0 times it, unless `skip_ignored`.
-        skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it. On a CPU the logits of the
-            others are made twice.
+        ignore_index: A token with this target has log-probability 0 and no gradient, whatever its values are.
+        skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it, but on a CPU.
         chunk_size: As in `fused_linear_ce`, or the most tokens that are whole groups.
         logits_dtype: As in `fused_linear_ce`.
         vocab_start, num_classes, group_name: As in `linear_logprobs`, for a weight that is sharded over ranks.

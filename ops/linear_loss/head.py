@@ -41,7 +41,7 @@ class Head(FromArguments):
     logit_scale: float = 1.0  # their factor, before it
     softcap: float = 0.0  # 0 is off
     ignore_index: int = -100
-    skip_ignored: bool = False
+    skip_ignored: bool = True
     chunk_size: int = 0  # 0: chosen
     logits_dtype: torch.dtype | None = None  # None is float32
     vocab_start: int = 0  # the class of the weight's first row

@@ -1,27 +1,25 @@
 r"""A linear layer over a vocabulary, the log-probabilities of some of its classes, and their entropy.
 
 Sources: the reference is the composition of a linear layer, a log-softmax and a gather, with what
-`trl.trainer.utils.selective_log_softmax` and `entropy_from_logits` of TRL compute of whole logits; the row kernels,
-`kernels/_logprobs.py`, have their own.
+`trl.trainer.utils.selective_log_softmax` and `entropy_from_logits` of TRL compute of whole logits; `softmax.py` has
+the numbers of a row.
 
-Forward, for x [N, H], W [V, H] and K candidates a token, a block of tokens at a time:
+Forward, for x [N, H], W [V, H] and K candidates a token, a chunk of tokens at a time:
 
-    logits = x_block @ W^T + b                [R, V], float32
-    log-probabilities [R, K], entropy [R]     in one pass over the logits
+    E = exp(x_chunk @ W^T + b - c)            [C, V], c the logit of the target or of the most likely candidate
+    log-probabilities [C, K], entropy [C]     from the sums of E and of E log E
 
-Backward, for any gradient of either, alone or together, from the logits of the first K tokens, which are kept where a
-gradient is wanted, and those of the others, which are made again:
+Backward, for any gradient of either, alone or together. Where one candidate's log-probability alone has a gradient, and
+the exponentials of all tokens fit 2 GiB, they are kept and read as they are: three products in all. Else the logits are
+made once more, and what they end in is the gradient of the logits, G, rounded to the dtype of x for its products
 
-    G      = the logits' gradient             rounded to the dtype of x for the products
     dx     = G @ W                            rows of the chunk
     dW    += G^T @ x_chunk                    and db += the column sums of G
 
-which are four products in all less K / N of one, and one less without a gradient of W. K is all N tokens of a small
-batch and none of a large one: `kept_rows` in `chunked/_plan.py`.
+which are four products, and one less without a gradient of W.
 
 A sampler that cuts by top-k or top-p draws from the softmax over the classes that it keeps, the support of a token.
-With supports [N, L] the softmax is over these alone: in both directions a row's L logits are read in place of all V,
-and G is zero at all others. The products are the same.
+With supports [N, L] the softmax is over these alone (`support.py`), and G is zero at all others.
 """
 
 from collections.abc import Iterator
@@ -34,11 +32,11 @@ from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._patterns import LINEAR_LOGPROBS
 from llmk.ops.linear_loss._records import (
     Make,
-    kept_tokens,
+    keeps_exponentials,
     linear_cost,
-    linear_plan,
     linear_reference,
     one_rank,
+    rows_plan,
     token_workload,
     token_workloads,
 )
@@ -50,7 +48,7 @@ from llmk.registry import Cost, Sample, public_op
 def linear_logprobs_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    skip_ignored: bool = True, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
@@ -98,12 +96,16 @@ def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     kwargs = {"linear_bias": randn(37), "softcap": 4.0, "temperature": 2.0}
     yield Sample((randn(3, 12), randn(37, 12), twice), kwargs, why="a candidate twice, and none that counts")
     yield Sample((randn(2, 12), randn(80, 12), classes(80, 2, 64)), why="64 candidates")
-    yield Sample((randn(9, 16), randn(37, 16), classes(37, 9)), {"skip_ignored": True}, why="ignored tokens skipped")
-    kwargs = {"skip_ignored": True, "chunk_size": 2, "softcap": 4.0}
-    yield Sample((randn(2, 4, 16), randn(37, 16), classes(37, 2, 4, 1)), kwargs, why="skipped, one candidate, chunks")
+    yield Sample(
+        (randn(9, 16), randn(37, 16), classes(37, 9)), {"skip_ignored": False}, why="ignored tokens not skipped"
+    )
+    kwargs = {"skip_ignored": False, "chunk_size": 2, "softcap": 4.0}
+    yield Sample(
+        (randn(2, 4, 16), randn(37, 16), classes(37, 2, 4, 1)), kwargs, why="not skipped, one candidate, chunks"
+    )
     nothing = make.ignored(4)
     yield Sample((randn(4, 8), randn(32, 8), nothing), why="every target ignored")
-    yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": True}, why="every target ignored and skipped")
+    yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": False}, why="every target ignored, not skipped")
     yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), why="no tokens")
     yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
@@ -130,8 +132,8 @@ def support_samples(make: Make) -> Iterator[Sample]:
     kwargs |= {"temperature": 0.7, "logit_scale": 0.5, "softcap": 4.0}
     yield Sample((randn(2, 5, 12), randn(37, 12), target), kwargs, why="supports, three candidates, every option")
     target = classes(80, 9)
-    kwargs = {"support": support(target.unsqueeze(-1), 80, 64), "skip_ignored": True, "logits_dtype": make.dtype}
-    yield Sample((randn(9, 16), randn(80, 16), target), kwargs, why="supports of 64, ignored tokens skipped")
+    kwargs = {"support": support(target.unsqueeze(-1), 80, 64), "skip_ignored": False, "logits_dtype": make.dtype}
+    yield Sample((randn(9, 16), randn(80, 16), target), kwargs, why="supports of 64, ignored tokens not skipped")
 
 
 def linear_logprobs_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
@@ -144,12 +146,12 @@ def linear_logprobs_workloads(device: torch.device, dtype: torch.dtype) -> Itera
 
 
 def linear_logprobs_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    part = kept_tokens(input, linear_weight, **options) / max(input.shape[:-1].numel(), 1)
-    return linear_cost(input, linear_weight, reads=3, products=4 - part)
+    return linear_cost(input, linear_weight, reads=3, products=4 - keeps_exponentials(input, linear_weight))
 
 
 def linear_logprobs_plan(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> str:
-    return linear_plan(input, linear_weight, kept=kept_tokens(input, linear_weight, **options), **options)
+    kept = ", the exponentials of all kept" if keeps_exponentials(input, linear_weight) else ""
+    return rows_plan(input, linear_weight, **options) + kept
 
 
 @public_op(
@@ -174,7 +176,7 @@ def linear_logprobs(
     logit_scale: float = 1.0,
     softcap: float = 0.0,
     ignore_index: int = -100,
-    skip_ignored: bool = False,
+    skip_ignored: bool = True,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None,
@@ -188,9 +190,9 @@ def linear_logprobs(
     learning and of distillation are made of. Logits are `linear(input, linear_weight, linear_bias)`, multiplied by
     `logit_scale`, capped, and divided by `temperature`.
 
-    From the forward to the backward pass, where a gradient is wanted, the logits of the first K of N tokens are kept:
-    `K = max(0, min(N, (4 M - N) // 3))`, where M is the smaller of H and what 2.67 GiB of logits are, or `chunk_size`
-    where that is smaller. The others are made again. Calls whose backward passes are still to come add up.
+    From the forward to the backward pass, where a gradient is wanted and each token has one candidate, the exponentials
+    of the logits of all tokens are kept if they fit 2 GiB; else they are made again. Calls whose backward passes are
+    still to come add up.
 
     Where `linear_weight` is a DTensor whose classes are sharded, `Shard(0)`, over one dimension of its mesh, each rank
     keeps its own, and the ranks gather 3 + K float32 numbers of each token; see `fused_linear_ce`. So they do where
@@ -210,7 +212,7 @@ def linear_logprobs(
             have it has entropy 0 too, whatever its logits are.
         skip_ignored: Do no work for tokens none of whose candidates counts, as `fused_linear_ce` does it. The passes
             over the logits leave them out with or without this.
-        chunk_size: As in `fused_linear_ce`; the forward pass has the logits of a block and those that are kept.
+        chunk_size: As in `fused_linear_ce`.
         logits_dtype: As in `fused_linear_ce`.
         support: Classes `[..., L]` over which each token's softmax is, int64 or int32: those that a sampler kept, which
             cut by top-k or top-p. L is from 1 to 1024. Negative ids are padding, an id that occurs twice counts once,

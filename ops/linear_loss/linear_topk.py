@@ -13,8 +13,7 @@ Backward, for any gradient g of the log-probabilities and h of the logsumexp, wh
 
     dlogits_j = sum_k(g_k * [j_k = j]) - p_j * (sum_k(g_k) - h)
 
-which is that of the log-probabilities of K given classes, as `linear_logprobs` has it: the logits of the first tokens
-are kept, those of the others made again.
+which is that of the log-probabilities of K given classes, as `linear_logprobs` has it: the logits are made again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_reference, logsumexp_reference
-from llmk.ops.linear_loss._records import Make, kept_tokens, linear_cost, linear_plan, linear_reference, one_rank
+from llmk.ops.linear_loss._records import Make, linear_cost, linear_plan, linear_reference, one_rank
 from llmk.ops.linear_loss.drivers.logprobs import TopkOps
 from llmk.registry import Cost, Sample, public_op
 
@@ -84,12 +83,11 @@ def linear_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[
 
 
 def linear_topk_cost(input: Tensor, linear_weight: Tensor, k: int, **options: Any) -> Cost:
-    part = kept_tokens(input, linear_weight, **options) / max(input.shape[:-1].numel(), 1)
-    return linear_cost(input, linear_weight, reads=3, products=4 - part)
+    return linear_cost(input, linear_weight, reads=3, products=4)
 
 
 def linear_topk_plan(input: Tensor, linear_weight: Tensor, k: int, **options: Any) -> str:
-    return linear_plan(input, linear_weight, kept=kept_tokens(input, linear_weight, **options), **options)
+    return linear_plan(input, linear_weight, **options)
 
 
 @public_op(
@@ -142,7 +140,7 @@ def linear_topk(
         temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
-        chunk_size: As in `fused_linear_ce`; the forward pass has the logits of a block and those that are kept.
+        chunk_size: Tokens whose logits, in the backward pass their gradient, exist at a time; 0 chooses.
         vocab_start, num_classes, group_name: As in `linear_logprobs`, for a weight that is sharded over ranks.
 
     Returns:

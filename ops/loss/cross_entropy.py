@@ -93,20 +93,6 @@ def _forward(
     return loss if reduction == "none" else rows.sum(loss), nothing, stats
 
 
-def _gradient(
-    rows: RowLoss,
-    grad: Tensor,
-    denominator: Tensor | None,
-    input: Tensor,
-    target: Tensor,
-    stats: Tensor,
-    options: Options,
-) -> Tensor:
-    dx = empty(input.shape, input.dtype, input.device)
-    rows.gradients(grad, denominator, input, target, stats, dx, options)
-    return dx
-
-
 def _cross_entropy_fwd(
     input: Tensor,
     target: Tensor,
@@ -133,7 +119,7 @@ def _cross_entropy_bwd(
     z_loss: float,
 ) -> Tensor:
     options = Options(weight, ignore_index, label_smoothing, softcap, z_loss)
-    return _gradient(KERNELS, grad, denominator, input, target, stats, options)
+    return KERNELS.gradients(grad, denominator, input, target, stats, options)
 
 
 cross_entropy_fwd = KernelOp(_cross_entropy_fwd, launch_cached=True)
@@ -148,7 +134,7 @@ def _(input: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor
 
 @cross_entropy_bwd.register_kernel("cpu")
 def _(grad: Tensor, denominator: Tensor | None, input: Tensor, target: Tensor, stats: Tensor, *options: Any) -> Tensor:
-    return _gradient(CPU, grad, denominator, input, target, stats, Options(*options))
+    return CPU.gradients(grad, denominator, input, target, stats, Options(*options))
 
 
 @cross_entropy_fwd.register_fake

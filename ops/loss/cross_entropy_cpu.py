@@ -5,6 +5,7 @@ from torch import Tensor
 
 from llmk.ops.common.math import cap_cpu, cap_slope_cpu
 from llmk.ops.loss.cross_entropy_options import Options, RowLoss, Rows, counted
+from llmk.registry import empty
 
 
 def class_index(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +45,7 @@ def z_loss_cpu(lse: Tensor, z_loss: float) -> Tensor:
 def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
     """`row_losses` in plain PyTorch; on real tensors a target out of range raises."""
     V = logits.shape[-1]
-    weight, _, smoothing, _, z_loss, *_ = options
+    weight, _, smoothing, _, z_loss = options
     counts, index = class_index(target, V, options.ignore_index)
     x = capped_cpu(logits, options.softcap)
     maximum = x.amax(-1)
@@ -67,21 +68,16 @@ def row_gradients_cpu(
     logits: Tensor,
     target: Tensor,
     stats: Tensor,
-    dlogits: Tensor,
     options: Options,
-) -> None:
+) -> Tensor:
     """`row_gradients` in plain PyTorch."""
     V = logits.shape[-1]
-    first_class, num_classes = options.columns or (0, V)
     maximum, total = stats.unbind()
     grad = (grad if denominator is None else grad / denominator).expand(target.shape)
-    weight, ignore_index, smoothing, softcap, z_loss, *_ = options
+    weight, ignore_index, smoothing, softcap, z_loss = options
     counts, index = counted(target, ignore_index)
     w_t = torch.ones_like(grad) if weight is None else weight[index].float()
-    column, here = index.unsqueeze(-1), 1.0
-    if options.columns is not None:
-        inside = (column >= first_class) & (column < first_class + V)
-        column, here = torch.where(inside, column - first_class, 0), inside.float()
+    column = index.unsqueeze(-1)
     x = capped_cpu(logits, softcap)
     grad, total = grad.unsqueeze(-1), total.unsqueeze(-1)
     weight_t = (1 - smoothing) * w_t.unsqueeze(-1)
@@ -91,15 +87,16 @@ def row_gradients_cpu(
     p_t = dx.gather(-1, column) / total
     smooth = None
     if smoothing:
-        w = options.class_weights(num_classes, x.device)
-        smooth = grad * smoothing / num_classes * (w.sum() / total * dx - w[first_class : first_class + V])
+        w = options.class_weights(V, x.device)
+        smooth = grad * smoothing / V * (w.sum() / total * dx - w)
     dx.mul_((weight_t + pull) / total * grad)
-    dx.scatter_(-1, column, grad * (weight_t * (p_t - here) + pull * p_t))
+    dx.scatter_(-1, column, grad * (weight_t * (p_t - 1.0) + pull * p_t))
     if smooth is not None:
         dx.add_(smooth)
     if softcap:
         dx.mul_(cap_slope_cpu(logits.float(), softcap))
-    dlogits.copy_(dx.masked_fill_(~counts.unsqueeze(-1), 0.0))  # whatever a row holds that does not count
+    dx.masked_fill_(~counts.unsqueeze(-1), 0.0)  # whatever a row holds that does not count
+    return empty(logits.shape, logits.dtype, logits.device).copy_(dx)
 
 
 def mean_of_rows_cpu(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,22 +53,9 @@ def loss_of(
 
 
 @jit
-def classes_of(cols, V, first_class, num_classes):
-    """The class of each column, and how many there are; what is left out costs a kernel nothing."""
-    if first_class is None:
-        classes, num_classes = cols, V
-    else:
-        classes = first_class + cols
-    return classes, num_classes
-
-
-@jit
-def _target_column(target, first_class, V):
+def _target_column(target, V):
     """Where the rows' targets are, -1 where in no column: 32 bits, which compare in half the instructions of 64."""
-    column = target
-    if first_class is not None:
-        column -= first_class
-    return tl.where((column >= 0) & (column < V), column, -1).to(tl.int32)
+    return tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
 
 
 @jit
@@ -96,7 +83,7 @@ def cross_entropy_short_kernel(
         if softcap is not None:
             x = tl.where(mask, x, float("-inf"))  # again: capped, it is -c
         counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)
-        is_target = cols[None, :] == _target_column(target, None, V)[:, None]
+        is_target = cols[None, :] == _target_column(target, V)[:, None]
         m = tl.max(x, axis=1)
         total, x_t = sum_pair(tl.exp2((x - m[:, None]) * LOG2E), tl.where(is_target, x, 0.0), 1)
         below = 0.0
@@ -112,7 +99,7 @@ def cross_entropy_short_kernel(
 @jit
 def cross_entropy_short_backward_kernel(
     grad_ptr, denominator_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
-    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, softcap, first_class, num_classes,
+    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, softcap,
     SMOOTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     smoothing = tl.cast(smoothing, tl.float32)
@@ -130,20 +117,19 @@ def cross_entropy_short_backward_kernel(
     g = tl.load(grad_ptr + rows * grad_stride, mask=row_mask, other=0.0)
     if denominator_ptr is not None:
         g = g / tl.load(denominator_ptr)
-    classes, num_classes = classes_of(cols, V, first_class, num_classes)
-    counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)
+    counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)
     g = tl.where(valid, g, float("nan"))  # of a target out of range
-    is_target = cols[None, :] == _target_column(target, first_class, V)[:, None]
+    is_target = cols[None, :] == _target_column(target, V)[:, None]
     p = tl.exp2((x - m[:, None]) * LOG2E) * tl.div_rn(1.0, total)[:, None]
     # Differences first: where p is near 1 each nearly cancels, and what else p carries must not be rounded with them.
     dx = w_t[:, None] * (p - tl.where(is_target, 1.0, 0.0))
     if SMOOTH:
-        weight_sum = tl.cast(num_classes, tl.float32)
+        weight_sum = tl.cast(V, tl.float32)
         w = 1.0
         if weight_ptr is not None:
             weight_sum = tl.load(weight_sum_ptr)
-            w = tl.load(weight_ptr + classes, mask=cols < V, other=0.0).to(tl.float32)[None, :]
-        dx = (1.0 - smoothing) * dx + smoothing / num_classes * (weight_sum * p - w)
+            w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+        dx = (1.0 - smoothing) * dx + smoothing / V * (weight_sum * p - w)
     dx += (2.0 * z_loss * (m + tl.log(total)))[:, None] * p
     if softcap is not None:
         dx *= cap_slope(logits, softcap)
@@ -316,20 +302,16 @@ def _store_gradient(
 @jit
 def cross_entropy_backward_kernel(
     grad_ptr, denominator_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
-    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, softcap, first_class, num_classes,
-    SMOOTH: tl.constexpr, UNALIGNED: tl.constexpr, RAGGED: tl.constexpr,
-    LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
+    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, softcap,
+    SMOOTH: tl.constexpr, UNALIGNED: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     smoothing = tl.cast(smoothing, tl.float32)
     z_loss = tl.cast(z_loss, tl.float32)
     program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)  # neighbours in time are neighbours in memory
     row, block = (program // blocks).to(tl.int64), program % blocks
-    first_class, num_classes = classes_of(0, V, first_class, num_classes)
+    num_classes = V
     target = tl.load(target_ptr + row).to(tl.int64)
     counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)
-    if LEAVE_IGNORED:  # noqa: SIM102  Triton evaluates both sides of an `and`
-        if counts == 0:
-            return
     m = tl.load(stats_ptr + row)
     total = tl.load(stats_ptr + M + row)
     g = tl.load(grad_ptr + row * grad_stride)
@@ -342,23 +324,16 @@ def cross_entropy_backward_kernel(
     if UNALIGNED and block == 0:
         cols = tl.arange(0, ALIGNED)
         x_row, dx_row = x_ptr + row * x_stride, dx_ptr + row * dx_stride
-        _store_gradient(
-            x_row, dx_row, cols, head, first_class + cols, num_classes, row_values, weights, options, SMOOTH, True
-        )
+        _store_gradient(x_row, dx_row, cols, head, cols, num_classes, row_values, weights, options, SMOOTH, True)
     x_ptr += x_first
     dx_ptr += dx_first
     V -= head
-    first_class += head
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     # A mask whose end is no multiple of 16 takes vectors apart, so whole blocks go without.
     if RAGGED and block * BLOCK_V + BLOCK_V <= V:
-        _store_gradient(
-            x_ptr, dx_ptr, cols, V, first_class + cols, num_classes, row_values, weights, options, SMOOTH, False
-        )
+        _store_gradient(x_ptr, dx_ptr, cols, V, head + cols, num_classes, row_values, weights, options, SMOOTH, False)
     else:
-        _store_gradient(
-            x_ptr, dx_ptr, cols, V, first_class + cols, num_classes, row_values, weights, options, SMOOTH, True
-        )
+        _store_gradient(x_ptr, dx_ptr, cols, V, head + cols, num_classes, row_values, weights, options, SMOOTH, True)
 
 
 def row_block(V: int) -> dict[str, int]:
@@ -402,19 +377,16 @@ def row_gradients(
     logits: Tensor,
     target: Tensor,
     stats: Tensor,
-    dlogits: Tensor,
     options: Options,
-) -> None:
-    """By the kernels, for the gradient of each row `[...]` or of all of them `[]`, divided by `denominator`.
-
-    The rows of `dlogits`, which it fills, are contiguous, and may be those of `logits`.
-    """
-    grad, logits, dlogits = grad.reshape(-1) if grad.dim() else grad, as_rows(logits), as_rows(dlogits)
+) -> Tensor:
+    """By the kernels, for the gradient of each row `[...]` or of all of them `[]`, divided by `denominator`."""
+    gradient = empty(logits.shape, logits.dtype, logits.device)
+    grad, logits, dlogits = grad.reshape(-1) if grad.dim() else grad, as_rows(logits), as_rows(gradient)
     M, V = logits.shape
     weights = options.contiguous_weight(), options.weight_sum()
     rows = grad, denominator, logits, target.contiguous(), *weights, stats.contiguous(), dlogits
     sizes = M, V, grad.stride(0) if grad.dim() else 0, logits.stride(0), dlogits.stride(0)
-    numbers, smooth = (*options.numbers(), *(options.columns or (None, None))), options.smoothing > 0
+    numbers, smooth = options.numbers(), options.smoothing > 0
     if V <= LONGEST_SHORT:
         tile = _short_tile(V)
         grid = (cdiv(M, tile["BLOCK_M"]),)
@@ -422,9 +394,9 @@ def row_gradients(
     else:
         block = row_block(V)
         switches = {"SMOOTH": smooth, "UNALIGNED": unaligned(logits, dlogits), "RAGGED": V % ALIGNED.value != 0}
-        switches["LEAVE_IGNORED"] = options.leave_ignored
         grid = (M * cdiv(V, block["BLOCK_V"]),)
         wrap_triton(cross_entropy_backward_kernel)[grid](*rows, *sizes, *numbers, **switches, **block)
+    return gradient
 
 
 KERNELS = RowLoss(row_losses, row_gradients, sum_to_scalar, mean_of_rows)

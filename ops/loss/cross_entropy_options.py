@@ -18,23 +18,14 @@ from llmk.registry import (
 )
 
 
-class Columns(NamedTuple):
-    """Which classes the columns of the logits are, where they are a slice of them."""
-
-    first_class: int  # column 0
-    num_classes: int  # of all slices together
-
-
 class Options(NamedTuple):
-    """The options of a cross entropy; target and weight are over all classes, not a slice."""
+    """The options of a cross entropy."""
 
     weight: Tensor | None
     ignore_index: int
     smoothing: float
     softcap: float
     z_loss: float
-    columns: Columns | None = None  # None: the columns are all classes
-    leave_ignored: bool = False  # the gradients of rows that do not count are not written
 
     def contiguous_weight(self) -> Tensor | None:
         return self.weight.contiguous() if self.weight is not None else None
@@ -90,16 +81,12 @@ class Rows(NamedTuple):
     counts: Tensor  # [...], what the row adds to the denominator of a mean: w_t
     stats: Tensor  # [2, ...], maximum and sum
 
-    @classmethod
-    def cat(cls, parts: "list[Rows]") -> "Rows":
-        return parts[0] if len(parts) == 1 else cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
-
 
 class RowLoss(NamedTuple):
     """The two directions of the loss of rows, and what makes one number of it."""
 
     losses: Callable[[Tensor, Tensor, Options], Rows]
-    gradients: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Options], None]
+    gradients: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Options], Tensor]
     sum: Callable[[Tensor], Tensor]
     mean: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

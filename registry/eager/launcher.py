@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmk.registry.private.kernels import INTERPRET, TRITON, drivers, launches_watched
 
@@ -57,6 +58,9 @@ class Launcher:
                     self._refuse(arg, len(values) - 1)
             elif kind is float:  # the type, not the value
                 parts.append(kind)
+            elif kind is TensorDescriptor:  # Triton encodes it anew for each launch
+                self.kernel[grid](*args, **constants, **OPTIONS)
+                return None
             else:
                 parts += (kind, arg)
         key = tuple(parts)

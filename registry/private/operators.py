@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-from llmk.registry.private.names import attribute, find
+from llmk.registry.private.names import attribute, find, required
 
 
 def schema_of(overload: Any) -> torch.FunctionSchema:
@@ -117,3 +117,32 @@ def bare_apply(function: type[Function]) -> Callable[..., Any]:
 def noted_by(ctx: Any) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
     """Return the tensors that a forward pass saved and those that it marked as not differentiable, if that is known."""
     return getattr(ctx, "to_save", None) or (), getattr(ctx, "non_differentiable", None) or ()
+
+
+_included: Callable[[], Any] = required("torch._C._dispatch_tls_local_include_set")
+_excluded: Callable[[], Any] = required("torch._C._dispatch_tls_local_exclude_set")
+_with_keys: Callable[[Any, Any], Any] = required("torch._C._ForceDispatchKeyGuard")
+_key: Any = required("torch._C.DispatchKey")
+_set_tracing: Callable[[bool], bool] | None = find("torch._C._autograd._saved_tensors_hooks_set_tracing")
+
+
+def autograd_keys() -> contextlib.AbstractContextManager[Any]:
+    """Let the dispatcher pass autograd, from which it keeps away in the body of an operator."""
+    excluded = _excluded()
+    for key in (_key.AutogradFunctionality, _key.AutogradOther, _key.AutogradNestedTensor, _key.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    return _with_keys(_included().add(_key.ADInplaceOrView), excluded)
+
+
+@contextlib.contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """Keep hooks on saved tensors from being called inside."""
+    if _set_tracing is None:  # the innermost hooks alone are called
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            yield
+        return
+    before = _set_tracing(True)
+    try:
+        yield
+    finally:
+        _set_tracing(before)

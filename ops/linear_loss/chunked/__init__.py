@@ -17,7 +17,7 @@ from llmk.ops.linear_loss.chunked._linear import (
     largest,
     scaled,
 )
-from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows, plan
+from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice, vocab_slice
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "VocabSlice",
     "fake_gradients",
     "float16_scale",
-    "kept_rows",
     "largest",
     "local_fields",
     "plan",

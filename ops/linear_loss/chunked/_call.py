@@ -11,8 +11,8 @@ from torch import Tensor
 
 from llmk.ops.common.scaling import SavedGradients, save_gradients
 from llmk.ops.linear_loss.chunked._dynamic_rows import RowCounts, can_group_classes, can_group_rows
-from llmk.ops.linear_loss.chunked._linear import CompactedTokens, aligned
-from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows, plan
+from llmk.ops.linear_loss.chunked._linear import CompactedTokens
+from llmk.ops.linear_loss.chunked._plan import Plan, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice
 from llmk.ops.linear_loss.head import DIFFERENTIABLE, Head
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
@@ -20,9 +20,6 @@ from llmk.registry import CallOp, FromArguments, KernelOp, from_arguments, is_sh
 from llmk.registry.checks import resolve_group
 from llmk.registry.devices import runs_kernels
 from llmk.registry.eager.bypass import PLAIN_TENSORS
-
-SPARE = 2
-"""The elements of `LinearCall.kept_logits` past the logits, fewer than a row has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +47,11 @@ class LinearCall(FromArguments):
     def linear_layers(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """The input and weight of each linear layer."""
         return ((self.input, self.linear_weight),)
+
+    @property
+    def clears_rows(self) -> bool:
+        """True if rows past the count become zeros: products read some, and 0 times what they held might be NaN."""
+        return True
 
     def can_compact(self, impl: Implementation) -> bool:
         """Return True if the tokens that do not count are skipped: not every GPU has products for it.
@@ -82,11 +84,12 @@ class LinearCall(FromArguments):
             return [compacted.gather(each) for each in value]
 
         rows: dict[str, Any] = {name: gathered(getattr(self, name)) for name in self.token_tensors}
+        past = compacted.past_count(self.tokens.numel())
+        if past is not None and self.clears_rows:
+            rows["input"] = rows["input"].masked_fill(past.unsqueeze(-1), 0.0)
         return compacted, replace(self, **rows)
 
-    def plan(
-        self, impl: Implementation, *, group: int = 1, layers: int = 1, remade: bool = False, kept: int = 0
-    ) -> Plan:
+    def plan(self, impl: Implementation, *, layers: int = 1, remade: bool = False) -> Plan:
         """Return the plan of the linear layer, or of several over the same classes."""
         return plan(
             self.tokens.numel(),
@@ -96,46 +99,14 @@ class LinearCall(FromArguments):
             float32_logits=self.float32_logits,
             on_host=impl.on_host,
             chunk_size=self.chunk_size,
-            group=group,
             layers=layers,
             dynamic=not impl.on_host and self.can_compact(impl),
             remade=remade,
-            kept=kept,
         )
-
-    def kept_logits(self, keep: bool) -> Tensor:
-        """Return a buffer for the logits of the first rows, of none if not `keep`: see `kept_matrix`.
-
-        Its size is a function of sizes alone, so that fakes have the same. It is never empty, because PyTorch traces
-        tensors without elements apart. On a CPU it is zeros, for what `ChunkedLinear.buffer` says of its products.
-        """
-        elements = self.kept_rows * aligned(self.linear_weight.shape[0]) if keep else 0
-        new = self.input.new_zeros if self.input.is_cpu else self.input.new_empty
-        return new((elements + SPARE,), dtype=self.logits_dtype)
-
-    @property
-    def kept_rows(self) -> int:
-        """The number of the first rows whose logits are kept for a second pass, the same on every rank.
-
-        Blocks end where these do, and the ranks exchange statistics of each block.
-        """
-        # A product of rows that only the device counts takes a buffer for its result if that is float32.
-        if self.skip_ignored and not self.float32_logits:
-            return 0
-        N = math.prod(self.tokens)  # numel() would make a symbolic number a constant
-        return kept_rows(N, self.input.shape[-1], self.mean_classes, self.logits_dtype.itemsize, self.chunk_size)
 
     @property
     def logits_dtype(self) -> torch.dtype:
         return torch.float32 if self.float32_logits else self.input.dtype
-
-    def kept_matrix(self, kept: Tensor) -> Tensor:
-        """Return `[K, ...]`, whose rows begin with the V logits of one of the first K tokens, from `kept_logits`.
-
-        What no token's logits are written to is in no result.
-        """
-        columns = aligned(self.linear_weight.shape[0])
-        return kept[: kept.numel() // columns * columns].view(-1, columns)
 
     @property
     def tokens(self) -> torch.Size:
@@ -333,15 +304,16 @@ def _argument_gradients(ctx: Any, dx: Tensor | None, dw: Tensor | None, db: Tens
     return dx if need_dx else None, dw if need_dw else None, db if need_db else None, *[None] * (ctx.arguments - 3)
 
 
-def recomputing_op(name: str, call_type: type[C], run: Callable[..., Any], *, keeps: bool = False) -> LinearOp[C]:
+def recomputing_op(
+    name: str, call_type: type[C], run: Callable[..., Any], *, kept: Callable[..., bool] | None = None
+) -> LinearOp[C]:
     """Return the op `run(impl, call, ..., need_dx, need_dw, need_db)` of a backward pass that recomputes the logits.
 
-    With `keeps` the last argument before these is the logits that the forward pass kept.
+    It does not where `kept(call, ...)` says that the forward pass kept what it needs.
     """
 
-    def products(impl: Implementation, call: LinearCall, *rest: Any) -> float:
-        kept = call.kept_matrix(rest[-4]).shape[0] if keeps else 0
-        return 1 - kept / max(call.tokens.numel(), 1) + rest[-3] + rest[-2]
+    def products(impl: Implementation, call: C, *rest: Any) -> int:
+        return 1 - (kept is not None and kept(call, *rest)) + rest[-3] + rest[-2]
 
     return LinearOp(
         name,

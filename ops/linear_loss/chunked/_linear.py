@@ -107,6 +107,10 @@ class CompactedTokens:
         assert self.count is not None
         return CompactedTokens(shape, self.index[rows] - rows.start, RowCounts(self.count.end(rows), *shape))
 
+    def past_count(self, rows: int) -> Tensor | None:
+        """Return the mask of the first `rows` rows that do not count, None if the host knows that all do."""
+        return None if self.count is None else self.count.past(rows)
+
     def gather(self, x: Tensor) -> Tensor:
         """Gather the rows of `[..., *rest]` of these tokens: `[n, *rest]`."""
         rows = x.reshape(math.prod(self.shape), *x.shape[len(self.shape) :])
@@ -148,7 +152,6 @@ class ChunkedLinear:
 
     The weight is `[V, H]`. With a `count` only so many rows of each segment have outputs, and the others are undefined.
     Products read the first rows of a chunk: it is within a segment, and one block unless the segment is all rows.
-    The first rows have their outputs in `kept`, one for each of its rows, where a second pass finds them.
     With `stored=False` no outputs are made, for kernels that make them from x and the weight: blocks have none.
     """
 
@@ -161,18 +164,16 @@ class ChunkedLinear:
         *,
         float32_logits: bool,
         count: RowCounts | None = None,
-        kept: Tensor | None = None,
         stored: bool = True,
     ) -> None:
         self.shape, self.stored = input.shape, stored
         self.x = input.reshape(-1, input.shape[-1])
-        self.weight, self.bias, self.plan, self.count, self.kept = weight, bias, plan, count, kept
+        self.weight, self.bias, self.plan, self.count = weight, bias, plan, count
         self.logits_dtype = torch.float32 if float32_logits else self.x.dtype
         if self.logits_dtype != self.x.dtype and not self.x.is_cuda:
             self.factor = weight.float()  # a CPU has no product of 16-bit matrices to float32
         else:
             self.factor = weight
-        self.kept_rows = 0 if kept is None else min(kept.shape[0], self.x.shape[0])
         self.class_parts = aligned_parts(weight.shape[0]) if self.x.is_cuda else [slice(0, weight.shape[0])]
 
     @property
@@ -183,12 +184,7 @@ class ChunkedLinear:
     @property
     def has_separate_gradients(self) -> bool:
         """True if the gradient of the logits does not overwrite them."""
-        return self.has_wider_logits or self.kept_rows > 0 or not self.stored
-
-    @property
-    def leaves_rows_past_count(self) -> bool:
-        """True if nothing reads outputs past the count, or their gradients: the sum for a bias does."""
-        return self.count is not None and self.bias is None
+        return self.has_wider_logits or not self.stored
 
     def end(self, rows: slice) -> Tensor:
         """Return the number of some rows that count, int32 `[1]`; needs a `count`."""
@@ -217,8 +213,7 @@ class ChunkedLinear:
 
     def block_buffer(self) -> Tensor:
         """Return an uninitialized buffer for the outputs of a block, of no rows where products allocate them."""
-        others = min(self.plan.block_rows, self.x.shape[0] - self.kept_rows)
-        return self.buffer(others if self.stored and not self.allocates else 0, self.logits_dtype)
+        return self.buffer(self.plan.block_rows if self.stored and not self.allocates else 0, self.logits_dtype)
 
     def outputs(self, rows: slice, buffer: Tensor) -> Tensor:
         """Return the outputs of a block's rows, written to a `block_buffer` with as many columns or more."""
@@ -226,31 +221,21 @@ class ChunkedLinear:
             return self._counted_product(rows)
         return self._product(rows, buffer[: rows.stop - rows.start, : self.weight.shape[0]])
 
-    def blocks(self, *, second: bool = False) -> Iterator[tuple[slice, Tensor]]:
-        """Yield each block's rows and outputs, which the next block overwrites and the end frees.
-
-        A `second` pass reads the outputs that are kept, and computes the others again.
-        """
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield each block's rows and outputs, which the next block overwrites and the end frees."""
         buffer = self.block_buffer()
         for rows in self._block_rows():
-            if self.kept is not None and rows.start < self.kept_rows:
-                logits = self.kept[rows, : self.weight.shape[0]]
-                if not second:
-                    self._product(rows, logits)
-            else:
-                logits = self.outputs(rows, buffer) if self.stored else buffer
+            logits = self.outputs(rows, buffer) if self.stored else buffer
             yield rows, logits
             if self.allocates:  # the product allocates its result: two would exist at once
                 logits.untyped_storage().resize_(0)
         buffer.untyped_storage().resize_(0)  # the caller's loop still holds the last one
 
     def _block_rows(self) -> Iterator[slice]:
-        """Yield the rows of each block, at least one: a block ends where its chunk does, or the rows that are kept."""
+        """Yield the rows of each block, at least one: a block ends where its chunk does."""
         N, start = self.x.shape[0], 0
-        cut = max(self.kept_rows, min(self.plan.cut, N))
         while True:
-            end = cut if start < cut else N
-            stop = min(start + self.plan.block_rows, self.chunk_of(slice(start, start)).stop, end)
+            stop = min(start + self.plan.block_rows, self.chunk_of(slice(start, start)).stop)
             yield slice(start, stop)
             if stop >= N:
                 return
@@ -304,10 +289,8 @@ class LinearGradients:
         )
         self.dx_rows = self.dx.view(x.shape) if need[0] else self.dx
 
-    def blocks(self, *, second: bool = False) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield each block's rows, logits, and where to write their gradient, which may be the logits.
-
-        `second` as in `ChunkedLinear.blocks`.
 
         After the last block of a chunk the gradients that are needed are accumulated; without any nothing need be
         written.
@@ -315,7 +298,7 @@ class LinearGradients:
         linear, needed = self.linear, any(self.need)
         separate = needed and linear.has_separate_gradients
         buffer = linear.buffer(linear.plan.chunk_rows, linear.x.dtype) if separate else None
-        for rows, logits in linear.blocks(second=second):
+        for rows, logits in linear.blocks():
             chunk = linear.chunk_of(rows)
             dlogits = logits if buffer is None else buffer[rows.start - chunk.start : rows.stop - chunk.start]
             yield rows, logits, dlogits

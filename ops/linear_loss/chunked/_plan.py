@@ -2,8 +2,7 @@
 
 The rows are walked in chunks, and the rows of a chunk in blocks. A block has its logits, in float32 unless the input's
 dtype was asked for; a chunk has their gradient, in the input's dtype, for the products that make dx and dW. Where the
-logits have the input's dtype their gradient overwrites them, and a block is a chunk. So it is where blocks hold whole
-groups and only the device knows how many rows of each count: they are the first of a block, and must be of the chunk.
+logits have the input's dtype their gradient overwrites them, and a block is a chunk.
 
     memory   dW's sums + C V e + L R V 4          C rows of a chunk, R of a block, e bytes of an element, L layers
     time     3 products of 2 N V H FLOPs, the passes over N V logits, and for each block and chunk what they read and
@@ -17,15 +16,11 @@ accuracy rule allows 1.5**2: DYNAMIC_ROUNDED_CHUNKS. There a product exists besi
 
 Of all plans the one is chosen whose time times memory ** MEMORY_EXPONENT is least, so that none is chosen that another
 one beats in both.
-
-Where a second pass over the rows makes the gradients, the logits of the first rows are kept for it (`kept_rows`): all
-of a small batch, which then takes three products, and none of a large one, of which they would be a small part.
 """
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -52,11 +47,6 @@ ROUNDED_CHUNKS = 3
 """The most chunks over which dW is summed in the weight's own dtype."""
 DYNAMIC_ROUNDED_CHUNKS = 2
 """The same where the products stop at a number of rows that only the device knows."""
-GROUP_BUDGET = 8 * 2**30
-"""The most bytes that one group's logits and their gradient may take for the logits to be made once. It saves a quarter
-of the products and a pass: pairs of 2 x 4096 tokens of 151,936 classes are worth their 8 GiB by a plan's price."""
-KEPT_BUDGET = 8 * 2**30 // 3
-"""The most bytes of logits that are kept for a second pass, which other losses of the same step may add to."""
 MOST_CHUNKS, MOST_BLOCKS = 64, 64
 
 
@@ -68,27 +58,11 @@ class Plan:
         chunk_rows: Rows whose gradient of the logits exists at a time.
         block_rows: Rows whose logits exist at a time.
         rounded_sums: dW is summed in its own dtype, else in float32.
-        cut: Rows at which a block ends although nothing is kept of them: those whose logits would be kept for
-            gradients. On a CPU a row has other bits in a block of other rows.
     """
 
     chunk_rows: int
     block_rows: int
     rounded_sums: bool
-    cut: int = 0
-
-
-def kept_rows(N: Any, H: Any, V: Any, element: int, chunk_size: int = 0) -> Any:
-    """Return how many of the first of N rows keep their logits for a second pass; sizes may be symbolic.
-
-    A row's logits take V elements and save 2 V H FLOPs, so that they are worth their memory in proportion to H. Up to
-    M rows keep theirs, where M is H, or what KEPT_BUDGET or the `chunk_size` of the user holds; a float32 M x V is
-    twice as large as a 16-bit weight. Beyond, the part of the rows that M is shrinks, and each row more keeps a third
-    of a row less: none is kept past 4 M.
-    """
-    most = torch.sym_min(H, KEPT_BUDGET // (torch.sym_max(V, 1) * element))
-    most = torch.sym_min(most, chunk_size) if chunk_size else most
-    return torch.sym_max(0, torch.sym_min(N, (4 * most - N) // 3))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -101,11 +75,9 @@ def plan(
     float32_logits: bool,
     on_host: bool,
     chunk_size: int = 0,
-    group: int = 1,
     layers: int = 1,
     dynamic: bool = False,
     remade: bool = False,
-    kept: int = 0,
 ) -> Plan:
     """Choose the plan of a linear layer over N rows of H features and V classes.
 
@@ -115,15 +87,11 @@ def plan(
         float32_logits: The logits are float32.
         on_host: The layer runs on a CPU.
         chunk_size: The rows of a chunk as the user gave them, 0 for none.
-        group: Rows that are to be in one block, where they fit.
         layers: The layers whose logits exist at the same time: a student's and a teacher's.
         dynamic: Only the device knows how many rows count.
         remade: The backward pass makes the gradients, so that dW exists once.
-        kept: The first rows whose logits are kept for it.
     """
-    sizes = Sizes.of(
-        N, H, V, dtype, float32_logits, group=group, layers=layers, dynamic=dynamic, remade=remade, kept=kept
-    )
+    sizes = Sizes.of(N, H, V, dtype, float32_logits, layers=layers, dynamic=dynamic, remade=remade)
     return sizes.chosen(on_host=on_host, chunk_size=chunk_size)
 
 
@@ -137,11 +105,9 @@ class Sizes:
     element: int
     logit: int  # bytes, as of an element
     separate: bool  # the logits are not overwritten by their gradient
-    group: int
     layers: int
     dynamic: bool
     remade: bool
-    kept: int
     is_float16: bool
 
     @classmethod
@@ -153,11 +119,9 @@ class Sizes:
         dtype: torch.dtype,
         float32_logits: bool,
         *,
-        group: int = 1,
         layers: int = 1,
         dynamic: bool = False,
         remade: bool = False,
-        kept: int = 0,
     ) -> "Sizes":
         """Return the sizes from the arguments of `plan`."""
         return cls(
@@ -166,12 +130,10 @@ class Sizes:
             V=V,
             element=dtype.itemsize,
             logit=4 if float32_logits else dtype.itemsize,
-            separate=kept > 0 or (float32_logits and dtype != torch.float32),
-            group=max(group, 1),
+            separate=float32_logits and dtype != torch.float32,
             layers=layers,
             dynamic=dynamic,
             remade=remade,
-            kept=kept,
             is_float16=dtype == torch.float16,
         )
 
@@ -180,9 +142,10 @@ class Sizes:
         if not self.V * self.H > 0 or self.N == 0:
             return Plan(max(self.N, 1), max(self.N, 1), True)
         if on_host:
-            return self.whole_groups(chunk_size or max(64, CPU_LOGITS // (self.V * self.layers)), None)
+            rows = chunk_size or max(64, CPU_LOGITS // (self.V * self.layers))
+            return self._plan(rows, rows)
         if chunk_size:
-            return min((self.whole_groups(chunk_size, rows) for rows in self.blocks(chunk_size)), key=self.price)
+            return min((self._plan(chunk_size, rows) for rows in self.blocks(chunk_size)), key=self.price)
         return min(self.candidates(), key=self.price)
 
     def described(self, *, on_host: bool, chunk_size: int, stored: bool = True) -> str:
@@ -192,38 +155,20 @@ class Sizes:
         logits = f"{8 * self.logit}-bit logits of {block} at a time" if stored else "no logits in memory"
         parts = [f"{chunk} tokens a chunk, {logits}"]
         parts.append(f"the gradient of the weight summed in {8 * self.element if plan.rounded_sums else 32} bits")
-        if self.kept:
-            parts.append(f"the logits of {self.kept} kept")
         return ", ".join(parts) + f": {self.memory(plan) / 2**20:.0f} MiB by the plan's model"
 
-    @property
-    def fits(self) -> bool:
-        """True if there are groups of several rows, and the logits of one fit the budget."""
-        row = self.V * (self.logit * self.layers + (self.element if self.separate else 0))
-        return 1 < self.group <= max(self.N, 1) and self.group * row <= GROUP_BUDGET
-
-    @property
-    def unit(self) -> int:
-        """The rows of the smallest block."""
-        return self.group if self.fits else ROW_MULTIPLE
-
     def candidates(self) -> Iterator[Plan]:
-        units = cdiv(self.N, self.unit)
+        units = cdiv(self.N, ROW_MULTIPLE)
         for chunks in sorted({cdiv(units, cdiv(units, n)) for n in range(1, MOST_CHUNKS + 1)}):
-            rows = cdiv(units, chunks) * self.unit
+            rows = cdiv(units, chunks) * ROW_MULTIPLE
             yield from (self._plan(rows, block) for block in self.blocks(rows))
 
     def blocks(self, chunk_rows: int) -> Iterator[int]:
         """Yield the rows that a chunk's blocks may have."""
-        units = cdiv(chunk_rows, self.unit)
-        whole = not self.separate or (self.dynamic and self.fits)
-        each = {units} if whole else {cdiv(units, n) for n in (2**k for k in range(MOST_BLOCKS.bit_length()))}
-        yield from sorted(min(n * self.unit, chunk_rows) for n in each)
-
-    def whole_groups(self, chunk_rows: int, block_rows: int | None) -> Plan:
-        """Return the plan with the most rows up to `chunk_rows` that are whole groups, or so many where none fits."""
-        chunk_rows = chunk_rows // self.group * self.group or chunk_rows
-        return self._plan(chunk_rows, chunk_rows if block_rows is None else min(block_rows, chunk_rows))
+        units = cdiv(chunk_rows, ROW_MULTIPLE)
+        parts = (2**k for k in range(MOST_BLOCKS.bit_length() if self.separate else 1))
+        each = {cdiv(units, n) for n in parts}
+        yield from sorted(min(n * ROW_MULTIPLE, chunk_rows) for n in each)
 
     def _plan(self, chunk_rows: int, block_rows: int) -> Plan:
         most = DYNAMIC_ROUNDED_CHUNKS if self.dynamic else ROUNDED_CHUNKS
@@ -234,7 +179,7 @@ class Sizes:
         """Return the bytes that a plan holds at its peak, besides the input, the weight and dx."""
         weight, chunk = self.V * self.H * self.element, min(plan.chunk_rows, self.N)
         sums = weight if plan.rounded_sums else 4 * self.V * self.H
-        block = self.kept + self.layers * min(plan.block_rows, self.N - self.kept)
+        block = self.layers * min(plan.block_rows, self.N)
         logits = self.V * (block * self.logit + (chunk * self.element if self.separate else 0))
         rounding = 0 if plan.rounded_sums else weight
         if self.dynamic and chunk < self.N:

@@ -1,7 +1,7 @@
-"""The driver of a linear layer and the cross entropy of its outputs, chunk by chunk, on one rank or on several.
+"""The cross entropy of a linear layer's outputs, chunk by chunk, on one rank or on several.
 
-The math is in `fused_linear_ce.py`. Where each rank of a group has some of the classes, the ranks exchange statistics
-of their logits, as in `vocab_parallel_linear_ce.py`; all else is the same.
+The math is in `fused_linear_ce.py`. Where each rank of a group has some of the classes, the ranks exchange the sums of
+their exponentials, as in `vocab_parallel_linear_ce.py`; all else is the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,23 +13,21 @@ from torch import Tensor
 
 from llmk.ops.common.scaling import mean_of_all, scale_op
 from llmk.ops.linear_loss.chunked import (
-    ChunkedLinear,
     CompactedTokens,
-    LinearCall,
-    LinearGradients,
     LinearOp,
     VocabShard,
     fake_gradients,
-    float16_scale,
-    largest,
     local_fields,
     recomputing_op,
-    scaled,
     with_shard,
 )
+from llmk.ops.linear_loss.drivers.rows_call import RowsCall, check_classes, gradients_of
+from llmk.ops.linear_loss.engine import first_pass, in_forward, second_pass
 from llmk.ops.linear_loss.head import DIFFERENTIABLE, check_linear
-from llmk.ops.linear_loss.kernels import STATISTICS, Implementation, LogitTransform
-from llmk.ops.loss.cross_entropy_options import Columns, Options, Rows, check_loss_options, counted
+from llmk.ops.linear_loss.kernels import Implementation
+from llmk.ops.linear_loss.products import Transform
+from llmk.ops.linear_loss.softmax import STATISTICS, RowGradients, RowResults
+from llmk.ops.loss.cross_entropy_options import check_loss_options, counted
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -37,19 +35,19 @@ from llmk.registry import (
     check_dtype,
     check_same,
     check_shape,
+    gradient_of,
     replicate_only,
     row_axes,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossEntropyCall(LinearCall):
+class CrossEntropyCall(RowsCall):
     """A linear layer and the cross entropy of its outputs."""
 
     target: Tensor  # [...]
     weight: Tensor | None  # [classes of all ranks]
     row_weight: Tensor | None = None  # the target's shape
-    ignore_index: int
     label_smoothing: float
     softcap: float
     z_loss: float
@@ -62,30 +60,21 @@ class CrossEntropyCall(LinearCall):
     def mask(self) -> Tensor:
         return counted(self.target, self.ignore_index)[0]
 
-    def targets(self) -> Tensor:
-        return self.target.reshape(-1).contiguous()
+    @property
+    def transform(self) -> Transform:
+        return Transform(softcap=self.softcap, rounded=self.rounds_logits)
 
-    def linear(self, impl: Implementation, compacted: CompactedTokens) -> ChunkedLinear:
-        return ChunkedLinear(
-            self.input,
-            self.linear_weight,
-            self.linear_bias,
-            self.plan(impl),
-            float32_logits=self.float32_logits,
-            count=self.product_end(compacted),
-        )
+    def row_classes(self) -> Tensor:
+        return self.target.reshape(-1, 1)
 
-    def options(self, linear: ChunkedLinear) -> Options:
-        columns = None if self.shard is None else Columns(self.first_class, self.num_classes)
-        return Options(
-            self.weight,
-            self.ignore_index,
-            self.label_smoothing,
-            self.softcap,
-            self.z_loss,
-            columns,
-            linear.leaves_rows_past_count,
-        )
+    def class_weights(self) -> Tensor | None:
+        """Return the weights with which smoothing adds up the logits of this rank's classes."""
+        if not self.label_smoothing:
+            return None
+        V = self.linear_weight.shape[0]
+        if self.weight is None:
+            return torch.ones((V,), dtype=torch.float32, device=self.input.device)
+        return self.weight[self.first_class : self.first_class + V].contiguous()
 
     def token_weights(self) -> Tensor | None:
         """Return the weight of each token's loss, `[N]`, 0 where a token does not count, or None."""
@@ -94,117 +83,51 @@ class CrossEntropyCall(LinearCall):
         return torch.where(self.mask().reshape(-1), self.row_weight.reshape(-1).float(), 0.0)
 
     @property
-    def bounded_by_statistics(self) -> bool:
-        """True if only the rows' statistics bound the logits' gradient: that of a z-loss grows with the logits."""
-        return self.input.dtype == torch.float16 and self.z_loss > 0
-
-    def largest_gradient(self, loss_grads: Tensor, stats: Tensor | None) -> Tensor:
-        """Return what no element of the logits' gradient exceeds: that of a cross entropy is at most its weight.
-
-        That of a z-loss has the class's probability as a factor, of which the largest one is 1 / s.
-        """
-        bound = largest(loss_grads) if self.weight is None else largest(loss_grads) * largest(self.weight)
-        if self.z_loss == 0:
-            return bound
-        assert stats is not None
-        m, s = stats
-        slopes = loss_grads * (m + s.log()) / s
-        return bound + 2 * self.z_loss * largest(torch.where(self.mask().reshape(-1), slopes, 0.0))
+    def makes_gradients_again(self) -> bool:
+        """True if the logits are made twice where gradients are wanted."""
+        return self.label_smoothing > 0 or self.input.dtype == torch.float16
 
 
-class TokenMetrics:
-    """The entropy of each token's logits and whether its target is correct, in one more pass over a block's logits.
+class CrossEntropy:
+    """The cross entropy of rows as a function of what they give, times the gradient of each row's loss."""
 
-    It reads the logits before their gradient overwrites them.
-    """
+    def __init__(self, call: CrossEntropyCall, loss_grads: Tensor | None) -> None:
+        self.call, self.loss_grads = call, loss_grads
+        mask, index = counted(call.target.reshape(-1), call.ignore_index)
+        self.mask, self.weights = mask, mask.float()
+        if call.weight is not None:
+            valid = mask & (index >= 0) & (index < call.num_classes)
+            self.weights = torch.where(valid, call.weight[torch.where(valid, index, 0)].float(), 0.0)
+            total = call.weight.sum(dtype=torch.float32)
+        else:
+            total = torch.full((), float(call.num_classes), dtype=torch.float32, device=mask.device)
+        self.all_weights = total
 
-    def __init__(self, impl: Implementation, call: CrossEntropyCall) -> None:
-        self.impl, self.call = impl, call
-        self.transform = LogitTransform(
-            ignore_index=call.ignore_index,
-            scale=1.0,
-            softcap=call.softcap,
-            temperature=1.0,
-            first_class=call.first_class,
-            num_classes=call.num_classes,
-        )
-        self.entropies: list[Tensor] = []
-        self.correct: list[Tensor] = []
+    def losses(self, rows: slice, results: RowResults) -> Tensor:
+        """Return the loss of each of some rows, `[M]`."""
+        smoothing, z_loss, lse = self.call.label_smoothing, self.call.z_loss, results.logsumexp
+        loss = -self.weights[rows] * results.logprobs.squeeze(-1)
+        if smoothing:
+            smooth = self.all_weights * lse - results.weighted
+            loss = (1 - smoothing) * loss + smoothing / self.call.num_classes * smooth
+        if z_loss:  # no square: it may be infinite, and 0 times that is no number
+            loss = loss + z_loss * lse * lse
+        return torch.where(self.mask[rows], loss, 0.0)
 
-    def add(self, logits: Tensor, target: Tensor) -> None:
-        candidates = target.unsqueeze(-1)
-        parts = self.call.gather_ranks(self.impl.logprobs.statistics(logits, candidates, self.transform))
-        _, entropy, _ = self.impl.logprobs.combine(parts, candidates, self.transform)
-        by_rank = parts.view(self.call.ranks, STATISTICS + 1, target.shape[0])
-        largest, target_logit = by_rank[:, 0].amax(0), by_rank[:, STATISTICS].amax(0)
-        self.entropies.append(entropy)
-        self.correct.append((target.long() != self.transform.ignore_index) & (target_logit == largest))
-
-    def per_token(self, compacted: CompactedTokens) -> tuple[Tensor, Tensor]:
-        """Return entropies and correctness `[...]`, float32, 0 for tokens that do not count."""
-        return compacted.scatter(torch.cat(self.entropies)), compacted.scatter(torch.cat(self.correct).float())
-
-    def means(self, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the means over the `count` tokens that count, NaN over none."""
-        return torch.cat(self.entropies).sum() / count, torch.cat(self.correct).float().sum() / count
+    def value(self, rows: slice, results: RowResults) -> Tensor:
+        assert self.loss_grads is not None
+        grads = self.loss_grads[rows] if self.loss_grads.dim() else self.loss_grads
+        return (self.losses(rows, results) * grads).sum()
 
 
-def _losses(impl: Implementation, call: CrossEntropyCall, logits: Tensor, target: Tensor, options: Options) -> Rows:
-    """Compute the losses of a block's tokens over the classes of all ranks."""
-    if call.shard is None:
-        return impl.cross_entropy.losses(logits, target, options)
-    parts = call.gather_ranks(impl.vocab_parallel.statistics(logits, target, options))
-    return impl.vocab_parallel.combine(parts, target, options)
-
-
-def _gradients(
-    impl: Implementation,
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    stats: Tensor,
-    dlogits: Tensor,
-    options: Options,
-) -> None:
-    """Write the gradient of a block's logits, which may be the logits; a rank may have no classes."""
-    if logits.shape[1] > 0:
-        impl.cross_entropy.gradients(grad, None, logits, target, stats, dlogits, options)
-
-
-def _loss_gradients(call: CrossEntropyCall, weights: Tensor | None, mean: bool) -> Tensor:
+def _loss_gradients(call: CrossEntropyCall, losses: CrossEntropy, weights: Tensor | None, mean: bool) -> Tensor:
     """Return the gradient of each token's loss or one for all; the denominator of a mean is known before the logits.
 
     Where weights make the denominator 0 the tokens that count get gradients that are not finite, like the loss. Without
     weights no token counts then, and all gradients are 0.
     """
-    target = call.targets()
-    grads = torch.ones((), dtype=torch.float32, device=target.device) if weights is None else weights
-    if not mean:
-        return grads
-    mask, index = counted(target, call.ignore_index)
-    each = grads.expand(mask.shape)
-    if call.weight is not None:
-        mask = mask & (index >= 0) & (index < call.num_classes)
-        each = grads * call.weight[torch.where(mask, index, 0)].float()
-    return grads / torch.where(mask, each, 0.0).sum()
-
-
-def _losses_and_gradients(
-    impl: Implementation, call: CrossEntropyCall, gradients: LinearGradients, loss_grads: Tensor,
-    metrics: TokenMetrics | None,
-) -> Rows:  # fmt: skip
-    """Make one pass over the blocks, given the gradient of each loss; it frees their buffers."""
-    options, target = call.options(gradients.linear), call.targets()
-    parts: list[Rows] = []
-    for block, logits, dlogits in gradients.blocks():
-        part = _losses(impl, call, logits, target[block], options)
-        parts.append(part)
-        if metrics is not None:
-            metrics.add(logits, target[block])
-        if any(gradients.need):
-            grad = loss_grads[block] if loss_grads.dim() else loss_grads
-            _gradients(impl, grad, logits, target[block], part.stats, dlogits, options)
-    return Rows.cat(parts)
+    grads = torch.ones((), dtype=torch.float32, device=call.target.device) if weights is None else weights
+    return grads / (losses.weights * grads).sum() if mean else grads
 
 
 def _forward(
@@ -212,40 +135,44 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """Return the loss, entropy and correctness; statistics, a denominator, and gradients of input, weight and bias.
 
-    With "none" the backward pass recomputes the logits, given the statistics `[2, ...]` of each token. The denominator
+    With "none" the backward pass recomputes the logits, given the statistics `[5, ...]` of each token. The denominator
     is 1 except for "total": the sum, with the denominator of the mean, both of which processes with some tokens each
     add up first.
     """
     compacted, call = full_call.compacted(impl)
-    weights = call.token_weights()
-    linear, need = call.linear(impl, compacted), (need_dx, need_dw, need_db)
-    metrics = TokenMetrics(impl, call) if call.with_metrics else None
-    loss_grads = _loss_gradients(call, weights, reduction == "mean")
-    if call.bounded_by_statistics and any(need):
-        nothing = LinearGradients(linear, (False, False, False), call.saved_dtypes)
-        loss, counts, stats = _losses_and_gradients(impl, call, nothing, loss_grads, metrics)
-        gradients = _gradients_of_losses(impl, call, linear, loss_grads, stats, need, call.saved_dtypes)
-    else:
-        scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(loss_grads, None))
-        gradients = LinearGradients(linear, need, call.saved_dtypes, scale)
-        loss, counts, stats = _losses_and_gradients(impl, call, gradients, scaled(loss_grads, scale), metrics)
-    entropy, correct = loss.new_empty((0,)), loss.new_empty((0,))
+    check_classes(impl, call.target, call)
+    weights, losses = call.token_weights(), CrossEntropy(call, None)
+    losses.loss_grads = _loss_gradients(call, losses, weights, reduction == "mean")
+    rows, need = call.softmax_rows(impl, compacted, moments=call.with_metrics), (need_dx, need_dw, need_db)
+    gradients = gradients_of(rows, need, call.saved_dtypes)
+    stats, results, largest = in_forward(rows, losses, gradients) if any(need) else first_pass(rows)
+    loss, counts = losses.losses(slice(None), results), losses.weights
     if weights is not None:
         loss, counts = loss * weights, counts * weights
+    nothing = torch.empty((0,), dtype=torch.float32, device=loss.device)
+    entropy, correct = nothing, nothing
+    if call.with_metrics:
+        correct = (largest & losses.mask).float()
+        entropy, correct = _metrics(full_call, compacted, results.entropy, correct, reduction)
+    denominator = counts.sum() if reduction == "total" else loss.new_ones(())
     if reduction == "none":
         loss, stats = compacted.scatter(loss), compacted.scatter_statistics(stats)
-        if metrics is not None:
-            entropy, correct = metrics.per_token(compacted)
     else:
-        loss, stats = _reduced(impl, loss, counts, reduction), loss.new_empty((0,))
-        if metrics is not None:
-            entropy, correct = metrics.means(full_call.mask().sum())
-    denominator = impl.cross_entropy.sum(counts) if reduction == "total" else loss.new_ones(())
-    return loss, entropy, correct, stats, denominator, *gradients.results(compacted)
+        loss, stats = loss.sum() / counts.sum() if reduction == "mean" else loss.sum(), nothing
+    return loss, entropy, correct, stats, denominator, *gradients.results(full_call.input.shape)
 
 
-def _reduced(impl: Implementation, loss: Tensor, counts: Tensor, reduction: str) -> Tensor:
-    return impl.cross_entropy.mean(loss, counts)[0] if reduction == "mean" else impl.cross_entropy.sum(loss)
+def _metrics(
+    call: CrossEntropyCall, compacted: CompactedTokens, entropy: Tensor, correct: Tensor, reduction: str
+) -> tuple[Tensor, Tensor]:
+    """Return entropies and correctness `[...]`, or their means over the tokens that count."""
+    if reduction == "none":
+        return compacted.scatter(entropy), compacted.scatter(correct)
+    count = call.mask().sum()
+    past = compacted.past_count(entropy.shape[0])
+    if past is not None:
+        entropy, correct = entropy.masked_fill(past, 0.0), correct.masked_fill(past, 0.0)
+    return entropy.sum() / count, correct.sum() / count
 
 
 def _backward(
@@ -255,30 +182,23 @@ def _backward(
     """Compute the gradients of the inputs from those of each token's loss; the logits are recomputed."""
     compacted, call = full_call.compacted(impl)
     grad, stats = compacted.gather(grad), compacted.gather_statistics(stats)
-    linear, weights = call.linear(impl, compacted), call.token_weights()
-    grad, need = grad if weights is None else grad * weights, (need_dx, need_dw, need_db)
-    return _gradients_of_losses(impl, call, linear, grad, stats, need, call.recomputed_dtypes).results(compacted)
+    weights, need = call.token_weights(), (need_dx, need_dw, need_db)
+    losses = CrossEntropy(call, grad if weights is None else grad * weights)
+    rows = call.softmax_rows(impl, compacted)
 
+    def row_gradients(block: slice, results: RowResults) -> RowGradients:
+        return RowGradients(*gradient_of(lambda *given: losses.value(block, RowResults(*given)), *results)[1])
 
-def _gradients_of_losses(
-    impl: Implementation, call: CrossEntropyCall, linear: ChunkedLinear, loss_grads: Tensor, stats: Tensor,
-    need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-) -> LinearGradients:  # fmt: skip
-    """Make the logits again and the linear layer's gradients, given that of each loss and its statistics."""
-    options, target = call.options(linear), call.targets()
-    scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(loss_grads, stats))
-    grads, gradients = scaled(loss_grads, scale), LinearGradients(linear, need, dtypes, scale)
-    for block, logits, dlogits in gradients.blocks():
-        grad = grads[block] if grads.dim() else grads
-        _gradients(impl, grad, logits, target[block], stats[:, block].contiguous(), dlogits, options)
-    return gradients
+    gradients = gradients_of(rows, need, call.recomputed_dtypes)
+    second_pass(rows, stats, row_gradients, gradients)
+    return gradients.results(full_call.input.shape)
 
 
 def _fake_forward(call: CrossEntropyCall, reduction: str, *need: bool) -> tuple[Tensor, ...]:
     per_token = reduction == "none"
     shape = tuple(call.tokens) if per_token else ()
     metrics = shape if call.with_metrics else (0,)
-    shapes = shape, metrics, metrics, (2, *shape) if per_token else (0,), ()
+    shapes = shape, metrics, metrics, (STATISTICS, *shape) if per_token else (0,), ()
     results = (call.input.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return *results, *fake_gradients(call, need, call.saved_dtypes)
 
@@ -287,7 +207,7 @@ def _products(
     impl: Implementation, call: CrossEntropyCall, reduction: str, need_dx: bool, need_dw: bool, need_db: bool
 ) -> int:
     """Count one product for the logits, one more if they are made twice, and one for each gradient."""
-    return 1 + (call.bounded_by_statistics and (need_dx or need_dw or need_db)) + need_dx + need_dw
+    return 1 + (call.makes_gradients_again and (need_dx or need_dw or need_db)) + need_dx + need_dw
 
 
 def _forward_sharding(input, reduction, need_dx):

@@ -34,7 +34,7 @@ from llmk.ops.linear_loss.chunked import (
     scaled,
     with_shard,
 )
-from llmk.ops.linear_loss.drivers.logprobs import NOT_IGNORED
+from llmk.ops.linear_loss.drivers.rows_call import NOT_IGNORED
 from llmk.ops.linear_loss.head import DIFFERENTIABLE, checked_linear
 from llmk.ops.linear_loss.kernels import MOST_SUPPORT, CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
 from llmk.ops.loss.divergence_math import Mixture
@@ -48,6 +48,7 @@ from llmk.registry import (
     check_shape,
     check_switch,
     empty,
+    gradient_of,
     replicate_only,
     row_axes,
 )
@@ -81,10 +82,6 @@ class TopkTeachers(Protocol):
 
     def losses(self, logprobs: Tensor, block: slice) -> Tensor:
         """Return the divergences `[teachers, M]` of a block's rows from the student's log-probabilities `[M, K]`."""
-        ...
-
-    def gradients(self, logprobs: Tensor, block: slice, loss_grads: Tensor) -> Tensor:
-        """Return the gradients of the log-probabilities, given those of the divergences."""
         ...
 
 
@@ -147,7 +144,6 @@ class DistillationCall(LinearCall):
             softcap=self.softcap,
             teacher_softcap=teacher.softcap,
             exact=self.input.dtype == torch.float32,
-            leave_ignored=student.leaves_rows_past_count,
         )
 
     @property
@@ -376,9 +372,11 @@ def _topk_divergences(
     transform, ids = _transform(call, call.temperature, NOT_IGNORED), topk.ids[block]
     rank = impl.logprobs.statistics(z, ids, transform)
     logprobs, _, stats = impl.logprobs.combine(call.gather_ranks(rank), ids, transform)
+    losses = topk.losses(logprobs, block)
     if out is not None:
-        impl.logprobs.gradients(topk.gradients(logprobs, block, loss_grads), None, z, ids, stats, out, transform)
-    return topk.losses(logprobs, block)
+        _, (grad,) = gradient_of(lambda logprobs: (topk.losses(logprobs, block) * loss_grads).sum(), logprobs)
+        impl.logprobs.gradients(grad, None, z, ids, stats, out, transform)
+    return losses
 
 
 def _divergences(

@@ -1,17 +1,15 @@
 """The drivers of log-probabilities, chunk by chunk, and of losses of groups of tokens.
 
-`linear_logprobs` returns log-probabilities and entropies, and its backward pass recomputes the logits. `linear_topk`
-returns the largest log-probabilities, and its backward pass is that of `linear_logprobs` of the same classes. A loss of
-groups computes its gradients in the forward pass. A group is the tokens on which each token's gradient depends: one
-token, a sequence, or a pair of sequences. Where blocks hold whole groups the logits are computed once, else twice;
-twice in float16, whose range holds the logits' gradients only if the largest of all tokens is known before the first.
-What is computed twice is kept for the first rows, as many as `kept_rows` says. Where tokens are skipped on a GPU, those
-that count come first in each chunk of whole groups, instead of in the batch.
+`linear_logprobs` returns log-probabilities and entropies, and its backward pass makes the gradients: of exponentials
+that were kept, where they fit, or with the logits made once more. `linear_topk` returns the largest log-probabilities,
+and its backward pass is that of the same classes. A loss of groups makes its gradients in the forward pass. A group is
+the tokens on which each token's gradient depends: one token, a sequence, or a pair of sequences. Where chunks hold
+whole groups the logits are made once, else all of them come first. Where tokens are skipped on a GPU, those that count
+come first in each chunk of whole groups, instead of in the batch.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
@@ -20,20 +18,19 @@ from torch import Tensor
 from llmk.ops.linear_loss.chunked import (
     ChunkedLinear,
     CompactedTokens,
-    LinearCall,
-    LinearGradients,
     LinearOp,
-    Plan,
     fake_gradients,
-    float16_scale,
-    largest,
     local_fields,
     recomputing_op,
-    scaled,
     with_shard,
 )
+from llmk.ops.linear_loss.drivers.rows_call import RowsCall, check_classes, gradients_of, supports
+from llmk.ops.linear_loss.engine import SoftmaxRows, first_pass, in_forward, second_pass
 from llmk.ops.linear_loss.head import DIFFERENTIABLE
-from llmk.ops.linear_loss.kernels import MOST, MOST_SUPPORT, STATISTICS, Candidates, Implementation, LogitTransform
+from llmk.ops.linear_loss.kernels import MOST, MOST_SUPPORT, Candidates, Implementation, LogitTransform
+from llmk.ops.linear_loss.plan import Plan, fits
+from llmk.ops.linear_loss.products import Transform
+from llmk.ops.linear_loss.softmax import STATISTICS, RowGradients, RowResults, Statistics
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -41,50 +38,23 @@ from llmk.registry import (
     check_dtype,
     check_number,
     check_same,
+    gradient_of,
     replicate_only,
     row_axes,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxCall(LinearCall):
+class SoftmaxCall(RowsCall):
     """A linear layer whose outputs are scaled, capped and divided by a temperature before their softmax."""
 
     logit_scale: float
     softcap: float
     temperature: float
 
-    def transform(self, linear: ChunkedLinear, ignore_index: int) -> LogitTransform:
-        return LogitTransform(
-            ignore_index=ignore_index,
-            scale=self.logit_scale,
-            softcap=self.softcap,
-            temperature=self.temperature,
-            first_class=self.first_class,
-            num_classes=self.num_classes,
-            leave_ignored=linear.leaves_rows_past_count,
-        )
-
-    def linear(
-        self, impl: Implementation, compacted: CompactedTokens, kept: Tensor, plan: Plan | None = None, cut: int = 0
-    ) -> ChunkedLinear:
-        """Return the linear layer by `plan`, or by that of gradients which a backward pass makes.
-
-        `cut` is the number of rows that are kept for gradients, which may not be wanted.
-        """
-        if plan is None:
-            plan = self.plan(impl, remade=True, kept=min(kept.shape[0], self.tokens.numel()))
-        if impl.on_host:
-            plan = replace(plan, cut=cut)
-        return ChunkedLinear(
-            self.input,
-            self.linear_weight,
-            self.linear_bias,
-            plan,
-            float32_logits=self.float32_logits,
-            count=self.product_end(compacted),
-            kept=kept,
-        )
+    @property
+    def transform(self) -> Transform:
+        return Transform(self.logit_scale, 1.0 / self.temperature, self.softcap, self.rounds_logits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +63,6 @@ class LogprobsCall(SoftmaxCall):
 
     target: Tensor  # [...] or [..., K]
     support: Tensor | None = None  # [..., L]: the classes over which the softmax is, padded with negative ids
-    ignore_index: int
 
     @classmethod
     def checked(cls, arguments: Mapping[str, Any]) -> Self:
@@ -104,27 +73,18 @@ class LogprobsCall(SoftmaxCall):
             check_support(call.support, call)
         return call
 
-    def largest_gradient(
-        self, grad: Tensor | None, entropy_grad: Tensor | None, logsumexp_grad: Tensor | None
-    ) -> Tensor:
-        """Return what no element of the logits' gradient exceeds: |p (log p + entropy)| is at most log V + 1."""
-        bound = torch.zeros((), dtype=torch.float32, device=self.input.device)
-        if grad is not None:
-            bound = bound + largest(grad.float().abs().sum(-1))
-        if entropy_grad is not None:
-            bound = bound + largest(entropy_grad) * (math.log(self.num_classes) + 1)
-        if logsumexp_grad is not None:
-            bound = bound + largest(logsumexp_grad)
-        return bound * (abs(self.logit_scale) / self.temperature)
+    @property
+    def candidates(self) -> int:
+        """The number of classes of each token that are asked for."""
+        return self.target.shape[-1] if self.target.dim() == self.input.dim() else 1
 
-    def candidates(self) -> Tensor:
-        """Return the targets `[N, K]`."""
-        K = self.target.shape[-1] if self.target.dim() == self.input.dim() else 1
-        return self.target.reshape(-1, K).contiguous()
+    def row_classes(self) -> Tensor:
+        return self.target.reshape(-1, self.candidates)
 
-    def supports(self) -> Tensor | None:
-        """Return the supports `[N, L]`."""
-        return None if self.support is None else self.support.reshape(-1, self.support.shape[-1]).contiguous()
+    @property
+    def keeps_exponentials(self) -> bool:
+        """True if the exponentials of the forward pass can be the gradient's."""
+        return self.candidates == 1 and self.support is None and self.input.dtype != torch.float16
 
     def mask(self) -> Tensor:
         mask = self.target.long() != self.ignore_index  # int32 would wrap an index that it does not hold
@@ -133,6 +93,18 @@ class LogprobsCall(SoftmaxCall):
     @property
     def token_tensors(self) -> tuple[str, ...]:
         return "input", "target", "support"
+
+    def logprob_rows(self, impl: Implementation, compacted: CompactedTokens, chosen: Plan | None = None) -> SoftmaxRows:
+        """Return the rows of this call's tokens, which are compacted already.
+
+        Raises:
+            IndexError: On the host, a class or an id of a support is none.
+        """
+        check_classes(impl, self.target, self)
+        support = supports(self.support)
+        if support is not None and impl.on_host:
+            support.check(self.num_classes)
+        return self.softmax_rows(impl, compacted, chosen, moments=True, support=support)
 
 
 def check_support(support: Tensor, call: LogprobsCall) -> None:
@@ -145,63 +117,35 @@ def check_support(support: Tensor, call: LogprobsCall) -> None:
         raise ValueError(f"support: expected shape {expected}, got {shape}")
 
 
-def rows_of(tensor: Tensor | None, block: slice) -> Tensor | None:
-    return None if tensor is None else tensor[block]
-
-
-def concatenated(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Concatenate log-probabilities `[N, K]`, entropies `[N]` and statistics `[3, N]` of all blocks."""
-    logprobs, entropy, stats = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy), torch.cat(stats, -1)
-
-
 def _forward(impl: Implementation, full_call: LogprobsCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probabilities, entropies, the statistics `[3, ...]` of each token, and the logits that are kept."""
+    """Return log-probabilities, entropies, the statistics `[5, ...]` of each token, and exponentials that are kept."""
     compacted, call = full_call.compacted(impl)
-    kept = full_call.kept_logits(keep)
-    linear = call.linear(impl, compacted, call.kept_matrix(kept), cut=full_call.kept_rows)
-    target, support, parts = call.candidates(), call.supports(), []
-    transform = call.transform(linear, call.ignore_index)
-    for block, logits in linear.blocks():
-        rank = impl.logprobs.statistics(logits, target[block], transform, rows_of(support, block))
-        statistics = call.gather_ranks(rank)
-        parts.append(impl.logprobs.combine(statistics, target[block], transform))
-    logprobs, entropy, stats = concatenated(parts)
-    logprobs = compacted.scatter(logprobs).view(full_call.target.shape)
-    return logprobs, compacted.scatter(entropy), compacted.scatter_statistics(stats), kept
+    kept = full_call.kept_buffer(keep and full_call.keeps_exponentials)
+    rows = call.logprob_rows(impl, compacted)
+    exponentials = full_call.kept_matrix(kept)
+    stats, results, _ = first_pass(rows, None if exponentials is None else exponentials[: rows.x.shape[0]])
+    logprobs = compacted.scatter(results.logprobs).view(full_call.target.shape)
+    return logprobs, compacted.scatter(results.entropy), compacted.scatter_statistics(stats), kept
 
 
 def _backward(
     impl: Implementation, full_call: LogprobsCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor,
     kept: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of the inputs from those of the outputs; logits that were not kept are recomputed."""
+    """Compute the gradients of the inputs from those of the outputs."""
     compacted, call = full_call.compacted(impl)
     grad, entropy_grad = (None if g is None else compacted.gather(g) for g in (grad, entropy_grad))
-    stats, need = compacted.gather_statistics(stats), (need_dx, need_dw, need_db)
-    linear = call.linear(impl, compacted, call.kept_matrix(kept))
-    gradients = _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.recomputed_dtypes)
-    return gradients.results(compacted)
-
-
-def _gradients(
-    impl: Implementation, call: LogprobsCall, linear: ChunkedLinear, grad: Tensor | None, entropy_grad: Tensor | None,
-    stats: Tensor, need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    logsumexp_grad: Tensor | None = None,
-) -> LinearGradients:  # fmt: skip
-    """Return the linear layer's gradients from those of a softmax's results, in a second pass."""
-    target, support, transform = call.candidates(), call.supports(), call.transform(linear, call.ignore_index)
-    grad = None if grad is None else grad.reshape(target.shape)
-    entropy_grad, logsumexp_grad = (None if g is None else g.reshape(-1) for g in (entropy_grad, logsumexp_grad))
-    given = grad, entropy_grad, logsumexp_grad
-    scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(*given))
-    scaled_grads = [None if g is None else scaled(g, scale) for g in given]
-    gradients = LinearGradients(linear, need, dtypes, scale)
-    for block, logits, dlogits in gradients.blocks(second=True):
-        if logits.shape[1] > 0:
-            g, h, f, kept = (rows_of(tensor, block) for tensor in (*scaled_grads, support))
-            impl.logprobs.gradients(g, h, logits, target[block], stats[:, block], dlogits, transform, kept, f)
-    return gradients
+    if grad is not None:
+        grad = grad.reshape(-1, call.candidates)
+    grads = RowGradients(grad, None if entropy_grad is None else entropy_grad.reshape(-1))
+    rows = call.logprob_rows(impl, compacted)
+    gradients = gradients_of(rows, (need_dx, need_dw, need_db), call.recomputed_dtypes)
+    exponentials = full_call.kept_matrix(kept)
+    second_pass(
+        rows, compacted.gather_statistics(stats), lambda block, _: grads.of(block), gradients,
+        None if exponentials is None else exponentials[: rows.x.shape[0]],
+    )  # fmt: skip
+    return gradients.results(full_call.input.shape)
 
 
 def _fake_forward(call: LogprobsCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -209,22 +153,22 @@ def _fake_forward(call: LogprobsCall, keep: bool) -> tuple[Tensor, Tensor, Tenso
         call.input.new_empty(shape, dtype=torch.float32)
         for shape in (call.target.shape, call.tokens, (STATISTICS, *call.tokens))
     )
-    return logprobs, entropy, stats, call.kept_logits(keep)
+    return logprobs, entropy, stats, call.kept_buffer(keep and call.keeps_exponentials)
 
 
 def _forward_sharding(input, *_):
     return [([axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE, axis, axis]) for axis in row_axes(input)]
 
 
-def _backward_sharding(tensors: int) -> Callable[..., Any]:
-    """Return the sharding of a backward pass that takes so many tensors of tokens, then statistics and kept logits."""
+def _backward_sharding(tensors: int, kept: bool = True) -> Callable[..., Any]:
+    """Return the sharding of a backward pass that takes so many tensors of tokens, then statistics and what is kept."""
 
     def sharding(input, *args):
         need_dx = args[-3]
         return [
             (
                 [axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
-                [axis, REPLICATE, REPLICATE, *[axis] * tensors, 1 + axis, REPLICATE],
+                [axis, REPLICATE, REPLICATE, *[axis] * tensors, 1 + axis, *[REPLICATE] * kept],
             )
             for axis in row_axes(input)
         ]
@@ -238,6 +182,11 @@ def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]
     return (any(needs_input_grad[:3]) and (type(input) is Tensor or not hasattr(input, "__tensor_flatten__")),)
 
 
+def _is_kept(call: LogprobsCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor, *rest: Any) -> bool:
+    """Return True if the exponentials that were kept are what the gradient needs."""
+    return entropy_grad is None and call.kept_matrix(rest[0]) is not None
+
+
 class LogprobsOps:
     """The kernel ops of one public operator and the derivative, which recomputes the logits that are not kept."""
 
@@ -245,7 +194,7 @@ class LogprobsOps:
         self.forward = LinearOp(
             f"_{name}_fwd", LogprobsCall, _forward, outputs=4, fake=_fake_forward, products=lambda impl, call, keep: 1
         )
-        self.backward = recomputing_op(f"_{name}_bwd", LogprobsCall, _backward, keeps=True)
+        self.backward = recomputing_op(f"_{name}_bwd", LogprobsCall, _backward, kept=_is_kept)
         self.forward.op.register_sharding(_forward_sharding)
         self.backward.op.register_sharding(_backward_sharding(4))  # target, support, two gradients
         self.forward.op.register_autograd(
@@ -275,8 +224,8 @@ def check_k(k: int) -> None:
     check_number("k", k, 1, MOST, f"1 to {MOST}")
 
 
-NOT_IGNORED = -1
-"""An index to ignore that no class has."""
+TOPK_STATISTICS = 3
+"""The number of float32 values that are saved for a row: its largest logit, sum of exponentials and mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,47 +244,63 @@ class TopkCall(SoftmaxCall):
 
     def given(self, indices: Tensor) -> LogprobsCall:
         """Return the call for the log-probabilities of given classes."""
-        return LogprobsCall.of(vars(self), target=indices, ignore_index=NOT_IGNORED)
+        return LogprobsCall.of(vars(self), target=indices)
+
+    def linear(self, impl: Implementation) -> ChunkedLinear:
+        plan, layer = self.plan(impl, remade=True), (self.input, self.linear_weight, self.linear_bias)
+        return ChunkedLinear(*layer, plan, float32_logits=self.float32_logits)
 
 
-def _topk(impl: Implementation, call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probabilities, logsumexps, classes, the statistics `[3, ...]` of each token, and kept logits."""
-    kept, tokens = call.kept_logits(keep), tuple(call.tokens)
-    linear = call.linear(impl, CompactedTokens(tokens), call.kept_matrix(kept), cut=call.kept_rows)
-    transform = call.transform(linear, NOT_IGNORED)
-    blocks = [impl.topk.candidates(logits, call.k, transform) for _, logits in linear.blocks()]
+def _topk(impl: Implementation, call: TopkCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probabilities, logsumexps, classes, and the largest logit, sum and mean `[3, ...]` of each token."""
+    tokens = tuple(call.tokens)
+    transform = LogitTransform(
+        ignore_index=call.ignore_index,
+        scale=call.logit_scale,
+        softcap=call.softcap,
+        temperature=call.temperature,
+        first_class=call.first_class,
+        num_classes=call.num_classes,
+    )
+    blocks = [impl.topk.candidates(logits, call.k, transform) for _, logits in call.linear(impl).blocks()]
     part, keys, counts = zip(*blocks, strict=True)
     found = torch.cat(part, -1), torch.cat(keys), torch.cat(counts)
     gathered = Candidates(*(call.gather_ranks(each) for each in found))
     logprobs, indices, logsumexp, stats = impl.topk.combine(gathered, call.k)
-    largest, stats = (*tokens, call.k), stats.view(STATISTICS, *tokens)
-    return logprobs.view(largest), logsumexp.view(tokens), indices.view(largest), stats, kept
+    largest, stats = (*tokens, call.k), stats.view(TOPK_STATISTICS, *tokens)
+    return logprobs.view(largest), logsumexp.view(tokens), indices.view(largest), stats
 
 
-def _fake_topk(call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake_topk(call: TopkCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     largest = (*call.tokens, call.k)
     logprobs, logsumexp, stats = (
-        call.input.new_empty(shape, dtype=torch.float32) for shape in (largest, call.tokens, (STATISTICS, *call.tokens))
+        call.input.new_empty(shape, dtype=torch.float32)
+        for shape in (largest, call.tokens, (TOPK_STATISTICS, *call.tokens))
     )
-    return logprobs, logsumexp, call.input.new_empty(largest, dtype=torch.int64), stats, call.kept_logits(keep)
+    return logprobs, logsumexp, call.input.new_empty(largest, dtype=torch.int64), stats
 
 
 def _topk_backward(
     impl: Implementation, topk_call: TopkCall, grad: Tensor | None, logsumexp_grad: Tensor | None, indices: Tensor,
-    stats: Tensor, kept: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
+    stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of the inputs from those of the outputs; logits that were not kept are recomputed."""
+    """Compute the gradients of the inputs from those of the outputs; the logits are made again."""
     call, tokens = topk_call.given(indices), CompactedTokens(tuple(topk_call.tokens))
-    stats, need = tokens.gather_statistics(stats), (need_dx, need_dw, need_db)
-    linear = call.linear(impl, tokens, call.kept_matrix(kept))
-    gradients = _gradients(
-        impl, call, linear, grad, None, stats, need, call.recomputed_dtypes, logsumexp_grad=logsumexp_grad
+    rows = call.softmax_rows(impl, tokens, leaves_out_own=False)
+    m, total, mean = stats.view(TOPK_STATISTICS, -1).unbind()
+    of_rows = Statistics.of(m, total, torch.zeros_like(m), mean * total)
+    grads = RowGradients(
+        None if grad is None else grad.reshape(-1, topk_call.k),
+        None,
+        None if logsumexp_grad is None else logsumexp_grad.reshape(-1),
     )
-    return gradients.results(tokens)
+    gradients = gradients_of(rows, (need_dx, need_dw, need_db), call.recomputed_dtypes)
+    second_pass(rows, of_rows.values, lambda block, _: grads.of(block), gradients)
+    return gradients.results(call.input.shape)
 
 
 def _topk_sharding(input, *_):
-    return [([axis, axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
+    return [([axis, axis, axis, 1 + axis], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
 
 
 class TopkOps:
@@ -343,17 +308,16 @@ class TopkOps:
 
     def __init__(self, name: str) -> None:
         self.forward = LinearOp(
-            f"_{name}_fwd", TopkCall, _topk, outputs=5, fake=_fake_topk, products=lambda impl, call, keep: 1
+            f"_{name}_fwd", TopkCall, _topk, outputs=4, fake=_fake_topk, products=lambda impl, call: 1
         )
-        self.backward = recomputing_op(f"_{name}_bwd", TopkCall, _topk_backward, keeps=True)
+        self.backward = recomputing_op(f"_{name}_bwd", TopkCall, _topk_backward)
         self.forward.op.register_sharding(_topk_sharding)
-        self.backward.op.register_sharding(_backward_sharding(3))  # two gradients, indices
+        self.backward.op.register_sharding(_backward_sharding(3, kept=False))  # two gradients, indices
         self.forward.op.register_autograd(
             lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
             setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, *output[2:]),
             depends_on=[DIFFERENTIABLE, DIFFERENTIABLE],
             takes_none=True,
-            keeps=_keeps,
         )
 
     @property
@@ -371,11 +335,7 @@ class GroupTerms(Protocol):
     """The loss of some groups as a function of log-probabilities and entropies `[groups, *group]`."""
 
     def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """Return the sum over the groups."""
-        ...
-
-    def gradients(self, logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of log-probabilities and of entropies, None for zeros."""
+        """Return the sum over the groups, which autograd differentiates."""
         ...
 
 
@@ -409,37 +369,43 @@ class GroupsCall(LogprobsCall):
     def tokens_are_groups(self) -> bool:
         return len(self.group) == 0
 
-    def plan_of_groups(self, impl: Implementation) -> Plan | None:
-        """Return the plan by which logits are made once, whose blocks hold whole groups; None if they are made twice.
+    def can_compact(self, impl: Implementation) -> bool:
+        """Return True if tokens are skipped; on a CPU that would leave groups of any length, whose logits are twice."""
+        return super().can_compact(impl) and (self.tokens_are_groups or not impl.on_host)
 
-        On a CPU a group fits if it is no longer than a chunk that stays in cache, and the tokens that count are
-        gathered, which leaves groups of any length. On a GPU they are the first of a chunk, which is one block.
+    @property
+    def makes_gradients_again(self) -> bool:
+        """True if the logits are made twice although a chunk holds whole groups."""
+        return self.support is not None or self.input.dtype == torch.float16
+
+    def plan_of_groups(self, impl: Implementation) -> Plan | None:
+        """Return the plan whose chunks hold whole groups, so that gradients are made at once; None if a second pass is.
+
+        On a CPU a group fits if it is no longer than a chunk that stays in cache.
         """
-        if self.input.dtype == torch.float16:
-            return None
-        plan, compacts = self.plan(impl, group=self.group_rows), self.can_compact(impl)
         if self.tokens_are_groups:
-            return plan
-        holds_groups = plan.block_rows % max(self.group_rows, 1) == 0
-        if compacts:
-            holds_groups = holds_groups and not impl.on_host and plan.block_rows == plan.chunk_rows
-        return plan if holds_groups else None
+            return self.row_plan(impl)
+        group = max(self.group_rows, 1)
+        if impl.on_host:
+            holds_groups = group <= self.row_plan(impl).chunk_rows
+        else:
+            within = not self.chunk_size or group <= self.chunk_size
+            holds_groups = within and fits(group, self.mean_classes, self.input.dtype.itemsize)
+        return self.row_plan(impl, group) if holds_groups else None
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The groups of a call, and the order that its tokens have in the blocks of the linear layer."""
+class GroupObjective:
+    """The loss of the groups of a call as a function of rows, in the order that its tokens have there."""
 
     call: GroupsCall
     compacted: CompactedTokens
 
-    def gradients(self, block: slice, logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of a block's log-probabilities and entropies `[rows]`, None for zeros."""
-        tokens, rows = self.compacted.part(block), self.call.group_rows
+    def value(self, block: slice, results: RowResults) -> Tensor:
+        tokens, rows = self.compacted.part(block), max(self.call.group_rows, 1)
         terms = self.call.terms(slice(block.start // rows, block.stop // rows))
-        grad, entropy_grad = terms.gradients(tokens.scatter(logprobs).view(-1, *self.call.group))
-        entropy_grad = None if entropy_grad is None else tokens.gather(entropy_grad.reshape(-1))
-        return tokens.gather(grad.reshape(-1)), entropy_grad
+        logprobs, entropy = results.logprobs.squeeze(-1), results.entropy
+        return terms.loss(*(tokens.scatter(each).view(-1, *self.call.group) for each in (logprobs, entropy)))
 
 
 def _grouped(
@@ -449,51 +415,29 @@ def _grouped(
     plan, need = full_call.plan_of_groups(impl), (need_dx, need_dw, need_db)
     segment = None if plan is None or full_call.tokens_are_groups else plan.chunk_rows
     compacted, call = full_call.compacted(impl, segment)
-    needed = any(need) and call.tokens.numel() > 0
-    at_once = needed and plan is not None
-    kept = call.kept_matrix(call.kept_logits(needed and plan is None))
-    cut = call.kept_rows if plan is None else 0
-    linear = call.linear(impl, compacted, kept, plan or call.plan(impl, kept=kept.shape[0]), cut)
-    gradients = LinearGradients(linear, need if at_once else (False, False, False), call.saved_dtypes)
-    in_order = Groups(call, CompactedTokens(tuple(call.tokens)))
-    groups = in_order if full_call.tokens_are_groups else Groups(full_call, compacted)
-    logprobs, entropy, stats = _grouped_forward(impl, call, gradients, groups if at_once else None)
-    logprobs, entropy = compacted.scatter(logprobs.view(-1)), compacted.scatter(entropy)
-    terms = full_call.terms(slice(None))
-    if any(need) and not at_once:
-        grad, entropy_grad = terms.gradients(full_call.grouped(logprobs))
-        grad = compacted.gather(grad.view(full_call.tokens))
-        entropy_grad = None if entropy_grad is None else compacted.gather(entropy_grad.view(full_call.tokens))
-        gradients = _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.saved_dtypes)
-    loss = terms.loss(full_call.grouped(logprobs), full_call.grouped(entropy))
-    return loss, logprobs, entropy, *gradients.results(compacted)
+    rows = call.logprob_rows(impl, compacted, plan)
+    needed = any(need) and rows.x.shape[0] > 0
+    gradients, kept = gradients_of(rows, need, call.saved_dtypes), None
+    if needed and plan is not None:
+        of_tokens = full_call.tokens_are_groups
+        objective = GroupObjective(call if of_tokens else full_call, _in_order(call) if of_tokens else compacted)
+        stats, results, _ = in_forward(rows, objective, gradients)
+    else:
+        kept = call.kept_matrix(call.kept_buffer(needed and call.keeps_exponentials))
+        stats, results, _ = first_pass(rows, kept)
+    logprobs, entropy = compacted.scatter(results.logprobs.squeeze(-1)), compacted.scatter(results.entropy)
+    value, given = full_call.terms(slice(None)).loss, [full_call.grouped(each) for each in (logprobs, entropy)]
+    if not needed or plan is not None:
+        return value(*given), logprobs, entropy, *gradients.results(full_call.input.shape)
+    loss, grads = gradient_of(value, *given)
+    grad, entropy_grad = (None if g is None else compacted.gather(g.reshape(full_call.tokens)) for g in grads)
+    of_rows = RowGradients(None if grad is None else grad.reshape(-1, 1), entropy_grad)
+    second_pass(rows, stats, lambda block, _: of_rows.of(block), gradients, kept)
+    return loss, logprobs, entropy, *gradients.results(full_call.input.shape)
 
 
-def _grouped_forward(
-    impl: Implementation, call: GroupsCall, gradients: LinearGradients, groups: Groups | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities `[N, 1]`, entropies `[N]` and statistics `[3, N]`; with groups add gradients."""
-    target, support, transform = call.candidates(), call.supports(), call.transform(gradients.linear, call.ignore_index)
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def results(block: slice, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rank = impl.logprobs.statistics(logits, target[block], transform, rows_of(support, block))
-        parts.append(impl.logprobs.combine(call.gather_ranks(rank), target[block], transform))
-        return parts[-1]
-
-    if groups is None:
-        for block, logits in gradients.linear.blocks():
-            results(block, logits)
-        return concatenated(parts)
-    for block, logits, dlogits in gradients.blocks():
-        logprobs, _, stats = results(block, logits)
-        grad, entropy_grad = groups.gradients(block, logprobs.view(-1))
-        if logits.shape[1] > 0:
-            impl.logprobs.gradients(
-                grad.view(-1, 1), entropy_grad, logits, target[block], stats, dlogits, transform,
-                rows_of(support, block),
-            )  # fmt: skip
-    return concatenated(parts)
+def _in_order(call: GroupsCall) -> CompactedTokens:
+    return CompactedTokens(tuple(call.tokens))
 
 
 def _fake_grouped(call: GroupsCall, *need: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -503,11 +447,11 @@ def _fake_grouped(call: GroupsCall, *need: bool) -> tuple[Tensor, Tensor, Tensor
 
 
 def _grouped_products(impl: Implementation, call: GroupsCall, need_dx: bool, need_dw: bool, need_db: bool) -> float:
-    """Count one product for the logits, one more of those that are made twice, and one for each gradient."""
+    """Count one product for the logits, one more if they are made twice, and one for each gradient."""
     needed = need_dx or need_dw or need_db
-    twice = needed and call.plan_of_groups(impl) is None
-    again = 1 - call.kept_rows / max(call.tokens.numel(), 1) if twice else 0
-    return 1 + again + need_dx + need_dw
+    kept = call.keeps_exponentials and call.kept_matrix(call.kept_buffer(True)) is not None
+    twice = needed and (call.makes_gradients_again or (call.plan_of_groups(impl) is None and not kept))
+    return 1 + twice + need_dx + need_dw
 
 
 def groups_op(name: str, call_type: type[GroupsCall], scale: KernelOp) -> LinearOp:

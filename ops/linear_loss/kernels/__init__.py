@@ -2,12 +2,11 @@
 
 from typing import NamedTuple
 
-from llmk.ops.linear_loss.kernels import _contrastive, _divergence, _logprobs, _topk, _vocab_parallel
+from llmk.ops.linear_loss.kernels import _contrastive, _divergence, _logprobs, _topk
 from llmk.ops.linear_loss.kernels._contrastive import ContrastiveFunctions, Gradients, Products, Similarities
 from llmk.ops.linear_loss.kernels._divergence import CrossEntropyTerm, DivergenceFunctions, Softmaxes
 from llmk.ops.linear_loss.kernels._logprobs import MOST_SUPPORT, STATISTICS, LogitTransform, LogprobFunctions
 from llmk.ops.linear_loss.kernels._topk import MOST, Candidates, TopkFunctions
-from llmk.ops.linear_loss.kernels._vocab_parallel import VocabParallelCrossEntropy
 from llmk.ops.loss import cross_entropy_cpu, cross_entropy_kernels
 from llmk.ops.loss.cross_entropy_options import RowLoss
 
@@ -33,7 +32,6 @@ class Implementation(NamedTuple):
 
     on_host: bool  # the host can read a tensor without synchronizing
     cross_entropy: RowLoss
-    vocab_parallel: VocabParallelCrossEntropy
     logprobs: LogprobFunctions
     divergence: DivergenceFunctions
     topk: TopkFunctions
@@ -43,7 +41,6 @@ class Implementation(NamedTuple):
 KERNELS = Implementation(
     False,
     cross_entropy_kernels.KERNELS,
-    _vocab_parallel.KERNELS,
     _logprobs.KERNELS,
     _divergence.KERNELS,
     _topk.KERNELS,
@@ -52,7 +49,6 @@ KERNELS = Implementation(
 PYTORCH = Implementation(
     True,
     cross_entropy_cpu.CPU,
-    _vocab_parallel.PYTORCH,
     _logprobs.PYTORCH,
     _divergence.PYTORCH,
     _topk.PYTORCH,

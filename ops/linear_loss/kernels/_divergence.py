@@ -46,7 +46,6 @@ class Softmaxes(NamedTuple):
     softcap: float
     teacher_softcap: float
     exact: bool = False  # the logits carry no rounding but their own sums': in float32, of float32 inputs
-    leave_ignored: bool = False  # True: gradients of rows that do not count are not written
 
 
 class CrossEntropyTerm(NamedTuple):
@@ -131,8 +130,7 @@ def divergence_gradient_kernel(
     z_ptr, w_ptr, count_ptr, grad_ptr, stats_ptr, sum_ptr, target_ptr, first_class, ce_grad_ptr, ce_stats_ptr,
     prior_ptr, dz_ptr,
     M, V, z_stride, w_stride, prior_stride, dz_stride, outer, teacher_outer, softcap, teacher_softcap,
-    beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr, LEAVE_IGNORED: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the student's logits plus a prior, a block of a row a program; dz may be z or the prior."""
     outer = tl.cast(outer, tl.float32)
@@ -140,12 +138,8 @@ def divergence_gradient_kernel(
     row, block = (program // blocks).to(tl.int64), program % blocks
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = cols < V
-    counts = tl.load(count_ptr + row) != 0.0
-    if LEAVE_IGNORED:  # noqa: SIM102  Triton evaluates both sides of an `and`
-        if counts == 0:
-            return
     g = tl.load(grad_ptr + row)
-    read = cols < tl.where(counts, V, 0)
+    read = cols < tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
     z = tl.load(z_ptr + row * z_stride + cols, mask=read, other=0.0)
     w = tl.load(w_ptr + row * w_stride + cols, mask=read, other=0.0)
     _, df, x, u = _terms(
@@ -214,7 +208,7 @@ def gradients(
         z, w, counts, grad, stats, total, *((None, 0, None, None) if ce is None else ce), prior, dz,
         M, V, z.stride(0), w.stride(0), 0 if prior is None else prior.stride(0), dz.stride(0),
         *_transforms(softmaxes), *softmaxes.mixture.numbers(),
-        FORM=softmaxes.mixture.form(), EXACT=softmaxes.exact, LEAVE_IGNORED=softmaxes.leave_ignored, **block,
+        FORM=softmaxes.mixture.form(), EXACT=softmaxes.exact, **block,
     )  # fmt: skip
 
 

@@ -21,15 +21,8 @@ Backward, given the gradients g_k of logp_k and h of the entropy, with p = exp(y
          = sum_k(g_k * [t_k = j]) - p_j * (A + h * (y_j - m)),    A = G - h * e / s
     dz_j = dy_j * (1 - tanh(scale * z_j / c)^2) * scale / temperature
 
-With a gradient f of the logsumexp, m + log(s), G is sum(g_k) - f.
-
 One kernel computes the candidates' gradients from the logits, before another writes those of all classes, which may be
 over them; a third puts the candidates' in. So the pass over all classes does not depend on the number of candidates.
-
-A row may have a support, L classes that a sampler kept: y is -inf outside of it, so that the sums are over the support
-and dy is 0 elsewhere. Only the logits of the support and of the candidates are read. In the backward pass the support
-takes the candidates' place: the first kernel computes its gradients, the second writes zeros and the third puts them
-in. An id that occurs twice counts once in the sums and stores the same gradient twice.
 
 A row none of whose candidates counts is not read in either direction.
 """
@@ -41,7 +34,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, cap, cap_cpu, cap_slope, cap_slope_cpu, everywhere
+from llmk.ops.common.math import LOG2E, cap, cap_cpu, cap_slope, cap_slope_cpu
 from llmk.ops.common.sums import sum_pair
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
@@ -79,7 +72,6 @@ class LogitTransform(NamedTuple):
     temperature: float
     first_class: int
     num_classes: int
-    leave_ignored: bool = False  # True: gradients of rows that do not count are not written
 
     def factors(self) -> tuple[float, float]:
         """Return the factors before and after the cap; without a cap their product is the first."""
@@ -95,47 +87,6 @@ def _candidates(target_ptr, offsets, mask, first_class, V, num_classes, ignore_i
     counts = mask & (target != ignore_index)
     valid = counts & (target >= 0) & (target < num_classes)
     return target, counts, valid, valid & (target >= first_class) & (target - first_class < V)
-
-
-@jit
-def _support(support_ptr, row, k, L, first_class, V, num_classes):
-    """Load a row's support, the mask of its ids among the columns, if it cuts the row, and if an id is no class.
-
-    A row with an id past the last class is not cut: it is computed over all classes, and its results are made NaN.
-    """
-    ids = tl.load(support_ptr + row * L + k, mask=k < L, other=-1).to(tl.int64)
-    largest = tl.max(ids, axis=0)
-    wrong = largest >= num_classes
-    return ids, (ids >= first_class) & (ids - first_class < V), (largest >= 0) & (wrong == 0), wrong
-
-
-@jit
-def _compare(support_ptr, row, k, L, ids, target):
-    """Compare with each id of a support: return masks of the ids that occur before, and of the candidates in it."""
-    repeated, inside = k < 0, k < 0
-    for other in range(0, L):
-        other_id = tl.load(support_ptr + row * L + other).to(tl.int64)
-        repeated |= (ids == other_id) & (other < k)
-        inside |= target == other_id
-    return repeated, inside
-
-
-@jit
-def _entries(target_ptr, support_ptr, row, k, K, L, first_class, V, num_classes, ignore_index):
-    """Load the classes of a row whose gradients are computed apart from the others': the support, or the candidates.
-
-    Return them, the mask of those among the columns, those of the candidates that count and that are classes, and
-    whether the row has a support and whether that has an id past the last class.
-    """
-    entry, counts, valid, here = _candidates(target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index)
-    cut, wrong = row < 0, row < 0
-    if support_ptr is not None:
-        ids, kept, cut, wrong = _support(support_ptr, row, k, L, first_class, V, num_classes)
-        of_support = everywhere(cut, k)
-        entry = tl.where(of_support, ids, entry)
-        row_counts = everywhere(tl.max(counts.to(tl.int32), axis=0) != 0, k)
-        here = (of_support & kept & row_counts) | ((of_support == 0) & here)
-    return entry, here, counts, valid, cut, wrong
 
 
 LEAST = tl.constexpr(-1024.0)
@@ -179,14 +130,11 @@ def _reduce_threads(m, s, e):
 
 @jit
 def logprob_statistics_kernel(
-    z_ptr, target_ptr, support_ptr, part_ptr,
-    M, V, K, L, z_stride, first_class, num_classes, ignore_index, inner, outer, softcap,
+    z_ptr, target_ptr, part_ptr,
+    M, V, K, z_stride, first_class, num_classes, ignore_index, inner, outer, softcap,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute m, s, e of a row's columns and y of its candidates, -inf if elsewhere: part `[3 + K, M]`.
-
-    With a support they are over its ids, and the loops over the columns have no turn.
-    """
+    """Compute m, s, e of a row's columns and y of its candidates, -inf if elsewhere: part `[3 + K, M]`."""
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
@@ -194,14 +142,6 @@ def logprob_statistics_kernel(
     target, counts, _, here = _candidates(target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index)
     z_ptr += row * z_stride
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) != 0, V, 0)
-    if support_ptr is not None:
-        ids, kept, cut, wrong = _support(support_ptr, row, k, L, first_class, V, num_classes)
-        repeated, inside = _compare(support_ptr, row, k, L, ids, target)
-        here &= inside | everywhere(cut == 0, k)
-        kept &= (repeated == 0) & everywhere(cut & (end != 0), k)
-        y_s, _ = logit_transform(tl.load(z_ptr + (ids - first_class), mask=kept, other=0.0), inner, outer, softcap)
-        y_s = tl.where(kept, y_s, float("-inf"))
-        end = tl.where(cut, 0, end)
     z_t = tl.load(z_ptr + (target - first_class), mask=here, other=0.0)
     y_t, _ = logit_transform(z_t, inner, outer, softcap)
     tl.store(part_ptr + (3 + k).to(tl.int64) * M + row, tl.where(here, y_t, float("-inf")), mask=k < K)
@@ -217,11 +157,6 @@ def logprob_statistics_kernel(
         z = tl.load(z_ptr + start + cols, mask=mask, other=0.0)
         m, s, e = _add_block(m, s, e, z, mask, inner, outer, softcap, True)
     m, s, e = _reduce_threads(m, s, e)
-    if support_ptr is not None:
-        zeros = tl.zeros((BLOCK_K,), dtype=tl.float32)
-        support_m, support_s, support_e = _reduce_threads(y_s, tl.where(kept, 1.0, 0.0), zeros)
-        m, e = tl.where(cut, support_m, m), tl.where(cut, support_e, e)
-        s = tl.where(wrong, float("nan"), tl.where(cut, support_s, s))
     tl.store(part_ptr + row, m)
     tl.store(part_ptr + M + row, s)
     tl.store(part_ptr + 2 * M + row, e)
@@ -272,22 +207,19 @@ def logprob_combine_kernel(
 
 @jit
 def logprob_candidates_kernel(
-    z_ptr, target_ptr, support_ptr, grad_ptr, entropy_grad_ptr, logsumexp_grad_ptr, stats_ptr, entry_ptr, factor_ptr,
-    M, V, K, L, E, z_stride, grad_stride, grad_stride_k, entropy_grad_stride, logsumexp_grad_stride, first_class,
-    num_classes, ignore_index, inner, outer, softcap, LEAVE_IGNORED: tl.constexpr, BLOCK_K: tl.constexpr,
+    z_ptr, target_ptr, grad_ptr, entropy_grad_ptr, stats_ptr, candidate_ptr, factor_ptr,
+    M, V, K, z_stride, grad_stride, grad_stride_k, entropy_grad_stride, first_class, num_classes, ignore_index,
+    inner, outer, softcap, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a row's candidates, or of its support, `[M, E]`, and what the others' are: `[3, M]`.
+    """Compute the gradients of a row's candidates `[M, K]`, and what the other classes' are made of: `[3, M]`.
 
-    The three are A, h, and 1 if the others' gradients are to be computed, 0 if they are zeros and -1 if nothing need
-    be written.
+    The three are A, h, and 1 if the others' gradients are to be computed or 0 if they are zeros.
     """
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    entry, here, counts, valid, cut, wrong = _entries(
-        target_ptr, support_ptr, row, k, K, L, first_class, V, num_classes, ignore_index
-    )
+    target, counts, valid, here = _candidates(target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index)
     m, s, mean = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row), tl.load(stats_ptr + 2 * M + row)
     h = tl.cast(0.0, tl.float32)
     if entropy_grad_ptr is not None:
@@ -300,35 +232,29 @@ def logprob_candidates_kernel(
         total = tl.sum(g, axis=0)
         for other in range(0, K):  # a class that is a candidate twice gets both gradients in both places
             other_target = tl.load(target_ptr + row * K + other).to(tl.int64)
-            same = (entry == other_target) & (other_target != ignore_index)
+            same = (target == other_target) & (other_target != ignore_index)
             alike += tl.where(same, tl.load(grad_ptr + other * grad_stride_k), 0.0)
     # A class out of range makes the row's gradient NaN.
-    wrong |= tl.max((counts & (valid == 0)).to(tl.int32), axis=0) != 0
+    wrong = tl.max((counts & (valid == 0)).to(tl.int32), axis=0) != 0
     total = tl.where(wrong, float("nan"), total)
     factor = total
-    if logsumexp_grad_ptr is not None:
-        logsumexp_grad = tl.load(logsumexp_grad_ptr + row * logsumexp_grad_stride)
-        factor -= logsumexp_grad
     if entropy_grad_ptr is not None:
         factor -= h * mean
     row_counts = tl.max(counts.to(tl.int32), axis=0) != 0
     tl.store(factor_ptr + row, factor)
     tl.store(factor_ptr + M + row, h)
-    ignored = -1.0 if LEAVE_IGNORED else 0.0
-    tl.store(factor_ptr + 2 * M + row, tl.where(row_counts, tl.where(cut, 0.0, 1.0), ignored))
-    z = tl.load(z_ptr + row * z_stride + (entry - first_class), mask=here, other=0.0)
+    tl.store(factor_ptr + 2 * M + row, tl.where(row_counts, 1.0, 0.0))
+    z = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
     y, _ = logit_transform(z, inner, outer, softcap)
     # Where p is near 1 the two nearly cancel: their difference first.
     p = tl.exp2((y - m) * LOG2E) / s
     dy = alike - p * total
-    if logsumexp_grad_ptr is not None:
-        dy += p * logsumexp_grad
     if entropy_grad_ptr is not None:
         dy -= _entropy_gradient(y, m, s, h, mean)
     dz = dy * (inner * outer)
     if softcap is not None:
         dz *= cap_slope(z.to(tl.float32) * inner, softcap)
-    tl.store(entry_ptr + row * E + k, dz, mask=k < E)
+    tl.store(candidate_ptr + row * K + k, dz, mask=k < K)
 
 
 @jit
@@ -343,17 +269,17 @@ def logprob_gradient_kernel(
     z_ptr, stats_ptr, factor_ptr, dz_ptr, M, V, z_stride, dz_stride, inner, outer, softcap,
     ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the classes that have no entry, a block of a row a program; dz may be z."""
+    """Write the gradient of the classes that are no candidates, a block of a row a program; dz may be z."""
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
     program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)  # consecutive programs read consecutive memory
     row, block = (program // blocks).to(tl.int64), program % blocks
-    state = tl.load(factor_ptr + 2 * M + row)
+    row_counts = tl.load(factor_ptr + 2 * M + row)
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = cols < V
     z_ptr += row * z_stride
     dz_ptr += row * dz_stride
-    if state > 0.0:
+    if row_counts != 0.0:
         m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
         factor = tl.load(factor_ptr + row)
         z = tl.load(z_ptr + cols, mask=mask, other=0.0)
@@ -365,21 +291,20 @@ def logprob_gradient_kernel(
         if softcap is not None:
             dz *= cap_slope(z.to(tl.float32) * inner, softcap)
         tl.store(dz_ptr + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
-    elif state == 0.0:
+    else:
         tl.store(dz_ptr + cols, tl.zeros((BLOCK_V,), dtype=dz_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def logprob_scatter_kernel(
-    entry_ptr, target_ptr, support_ptr, dz_ptr, V, K, L, E, dz_stride, first_class, num_classes, ignore_index,
-    BLOCK_K: tl.constexpr,
+    candidate_ptr, target_ptr, dz_ptr, V, K, dz_stride, first_class, num_classes, ignore_index, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Store the entries' gradients; classes that occur twice store the same value."""
+    """Store the candidates' gradients; classes that occur twice store the same value."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    entry, here, _, _, _, _ = _entries(target_ptr, support_ptr, row, k, K, L, first_class, V, num_classes, ignore_index)
-    dz = tl.load(entry_ptr + row * E + k, mask=here, other=0.0)
-    tl.store(dz_ptr + row * dz_stride + (entry - first_class), dz.to(dz_ptr.dtype.element_ty), mask=here)
+    target, _, _, here = _candidates(target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index)
+    dz = tl.load(candidate_ptr + row * K + k, mask=here, other=0.0)
+    tl.store(dz_ptr + row * dz_stride + (target - first_class), dz.to(dz_ptr.dtype.element_ty), mask=here)
 
 
 def _row_block(V: int) -> dict[str, int]:
@@ -389,24 +314,18 @@ def _row_block(V: int) -> dict[str, int]:
     return {"BLOCK_V": 4096, "num_warps": 4}
 
 
-def _entry_sizes(target: Tensor, support: Tensor | None) -> tuple[int, int, int]:
-    """Return the number of a row's candidates, that of its support's ids, and the larger of the two."""
-    K, L = target.shape[1], 0 if support is None else support.shape[1]
-    return K, L, max(K, L)
+def _candidate_block(K: int) -> dict[str, int]:
+    return {"BLOCK_K": next_power_of_2(K), "num_warps": 1 if K <= 256 else 4}
 
 
-def _entry_block(E: int) -> dict[str, int]:
-    return {"BLOCK_K": next_power_of_2(E), "num_warps": 1 if E <= 256 else 4}
-
-
-def statistics(logits: Tensor, target: Tensor, transform: LogitTransform, support: Tensor | None = None) -> Tensor:
+def statistics(logits: Tensor, target: Tensor, transform: LogitTransform) -> Tensor:
     """Compute a rank's statistics, `[3 + K, M]`, from its columns of the rows `[M, V]`."""
-    (M, V), (K, L, E) = logits.shape, _entry_sizes(target, support)
+    (M, V), K = logits.shape, target.shape[1]
     part = empty((STATISTICS + K, M), torch.float32, logits.device)
     wrap_triton(logprob_statistics_kernel)[(M,)](
-        logits, target, support, part, M, V, K, L, logits.stride(0),
+        logits, target, part, M, V, K, logits.stride(0),
         transform.first_class, transform.num_classes, transform.ignore_index, *transform.factors(),
-        transform.softcap or None, BLOCK_K=next_power_of_2(E), **_row_block(V),
+        transform.softcap or None, BLOCK_K=next_power_of_2(K), **_row_block(V),
     )  # fmt: skip
     return part
 
@@ -427,23 +346,22 @@ def combine(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[T
 
 def gradients(
     grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
-    dlogits: Tensor, transform: LogitTransform, support: Tensor | None = None, logsumexp_grad: Tensor | None = None,
+    dlogits: Tensor, transform: LogitTransform,
 ) -> None:  # fmt: skip
-    """Write the gradient of logits `[M, V]`, given those of log-probabilities `[M, K]`, entropy and logsumexp `[M]`.
+    """Write the gradient of logits `[M, V]`, given those of log-probabilities `[M, K]` and of the entropy `[M]`.
 
     `dlogits` may be the logits.
     """
-    (M, V), (K, L, E) = logits.shape, _entry_sizes(target, support)
-    entries = empty((M, E), torch.float32, logits.device)
+    (M, V), K = logits.shape, target.shape[1]
+    of_candidates = empty((M, K), torch.float32, logits.device)
     factors = empty((3, M), torch.float32, logits.device)
     stats = stats.contiguous()
     wrap_triton(logprob_candidates_kernel)[(M,)](
-        logits, target, support, grad, entropy_grad, logsumexp_grad, stats, entries, factors,
-        M, V, K, L, E, logits.stride(0), *((0, 0) if grad is None else grad.stride()),
+        logits, target, grad, entropy_grad, stats, of_candidates, factors,
+        M, V, K, logits.stride(0), *((0, 0) if grad is None else grad.stride()),
         0 if entropy_grad is None else entropy_grad.stride(0),
-        0 if logsumexp_grad is None else logsumexp_grad.stride(0),
         transform.first_class, transform.num_classes, transform.ignore_index, *transform.factors(),
-        transform.softcap or None, LEAVE_IGNORED=transform.leave_ignored, **_entry_block(E),
+        transform.softcap or None, **_candidate_block(K),
     )  # fmt: skip
     block = _row_block(V)
     wrap_triton(logprob_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
@@ -452,8 +370,8 @@ def gradients(
         ENTROPY=entropy_grad is not None, **block,
     )  # fmt: skip
     wrap_triton(logprob_scatter_kernel)[(M,)](
-        entries, target, support, dlogits, V, K, L, E, dlogits.stride(0),
-        transform.first_class, transform.num_classes, transform.ignore_index, **_entry_block(E),
+        of_candidates, target, dlogits, V, K, dlogits.stride(0),
+        transform.first_class, transform.num_classes, transform.ignore_index, **_candidate_block(K),
     )  # fmt: skip
 
 
@@ -487,40 +405,16 @@ def _candidates_cpu(target: Tensor, transform: LogitTransform, V: int) -> tuple[
     return counts, here, torch.where(here, target - transform.first_class, 0)
 
 
-def _kept_cpu(support: Tensor | None, transform: LogitTransform, V: int) -> Tensor | None:
-    """Return the mask of the columns that are in a row's support, or all where it has none, `[M, V]`.
-
-    An id past the last class raises, unless it is a fake tensor's.
-    """
-    if support is None:
-        return None
-    ids = support.long()
-    if type(ids) is Tensor and bool((ids >= transform.num_classes).any()):
-        raise IndexError(
-            f"support: expected class indices below {transform.num_classes}, or negative ones for none, "
-            f"got {int(ids.max())}"
-        )
-    here = (ids >= transform.first_class) & (ids - transform.first_class < V)
-    kept = torch.zeros((ids.shape[0], V + 1), dtype=torch.bool, device=ids.device)
-    kept.scatter_(-1, torch.where(here, ids - transform.first_class, V), True)
-    return kept[:, :V] | (ids < 0).all(-1, keepdim=True)
-
-
-def _cut_cpu(y: Tensor, kept: Tensor | None) -> Tensor:
-    return y if kept is None else y.masked_fill(~kept, float("-inf"))
-
-
-def statistics_cpu(logits: Tensor, target: Tensor, transform: LogitTransform, support: Tensor | None = None) -> Tensor:
+def statistics_cpu(logits: Tensor, target: Tensor, transform: LogitTransform) -> Tensor:
     """`statistics` in plain PyTorch."""
     M, V = logits.shape
     _, here, column = _candidates_cpu(target, transform, V)
-    kept = _kept_cpu(support, transform, V)
     if V == 0:
         shape = (STATISTICS + target.shape[1], M)
         nothing = torch.full(shape, float("-inf"), dtype=torch.float32, device=logits.device)
         nothing[1:STATISTICS] = 0.0
         return nothing
-    y = _cut_cpu(transform_cpu(logits, transform), kept)
+    y = transform_cpu(logits, transform)
     m = y.amax(-1)
     d = _below_cpu(y, torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1))
     w = d.exp()
@@ -548,27 +442,23 @@ def combine_cpu(parts: Tensor, target: Tensor, transform: LogitTransform) -> tup
 
 def gradients_cpu(
     grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
-    dlogits: Tensor, transform: LogitTransform, support: Tensor | None = None, logsumexp_grad: Tensor | None = None,
+    dlogits: Tensor, transform: LogitTransform,
 ) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
     counts, here, column = _candidates_cpu(target, transform, logits.shape[1])
-    kept = _kept_cpu(support, transform, logits.shape[1])
-    y = _cut_cpu(transform_cpu(logits, transform), kept)
-    here = here if kept is None else here & kept.gather(-1, column)
+    y = transform_cpu(logits, transform)
     m, s, mean = (x.unsqueeze(-1) for x in stats.unbind())
     d = _below_cpu(y, m)
     p = d.exp().div_(s)
     total = torch.zeros_like(m) if grad is None else torch.where(counts, grad, 0.0).sum(-1, keepdim=True)
     factor = total if entropy_grad is None else total + entropy_grad.unsqueeze(-1) * (d - mean)
-    dy = -p * (factor if logsumexp_grad is None else factor - logsumexp_grad.unsqueeze(-1))
+    dy = -p * factor
     if grad is not None:
         candidate_grads = torch.where(here, grad, 0.0)
         # Where p is near 1 the two nearly cancel: their difference first.
         alike = (target.unsqueeze(-1) == target.unsqueeze(-2)).float() @ candidate_grads.unsqueeze(-1)
         p_term = p.gather(-1, column) * factor.expand_as(p).gather(-1, column)
         own = alike.squeeze(-1) - p_term
-        if logsumexp_grad is not None:
-            own = own + p.gather(-1, column) * logsumexp_grad.unsqueeze(-1)
         values = torch.where(here, own, dy.gather(-1, column))
         for k in range(target.shape[1]):  # a candidate that is elsewhere keeps what is in column 0
             keep = dy.gather(-1, column[:, k : k + 1])
@@ -577,17 +467,15 @@ def gradients_cpu(
     dy.mul_(inner * outer)
     if transform.softcap:
         dy.mul_(cap_slope_cpu(logits.float() * inner, transform.softcap))
-    written = counts.any(-1, keepdim=True)
-    written = written if kept is None else written & kept
-    dlogits.copy_(dy.masked_fill_(~written, 0.0))  # also NaN in a row that does not count
+    dlogits.copy_(dy.masked_fill_(~counts.any(-1, keepdim=True), 0.0))  # also NaN in a row that does not count
 
 
 class LogprobFunctions(NamedTuple):
     """The steps from rows of logits to their results, and from gradients of these to the logits'."""
 
-    statistics: Callable[..., Tensor]
+    statistics: Callable[[Tensor, Tensor, LogitTransform], Tensor]
     combine: Callable[[Tensor, Tensor, LogitTransform], tuple[Tensor, Tensor, Tensor]]
-    gradients: Callable[..., None]
+    gradients: Callable[[Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor, LogitTransform], None]
 
 
 KERNELS = LogprobFunctions(statistics, combine, gradients)

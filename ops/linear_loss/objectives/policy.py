@@ -1,7 +1,8 @@
-"""Policy losses as functions of a token's log-probability, their derivatives, and the divergence from a reference.
+"""Policy losses as functions of a token's log-probability, and the divergence from a reference.
 
 A token has the log-probability log pi, the advantage A and the ratio r of policy / old policy, its own or its
-sequence's. The derivatives are written out, because a kernel op that computes gradients cannot use autograd.
+sequence's. Autograd differentiates the losses, in a kernel op too. A ratio may overflow where the derivative is a
+constant times 0: each loss keeps it out of the graph there, so that no 0 is multiplied with infinity.
 
 Reference implementation: `trl.trainer.grpo_trainer`, https://github.com/huggingface/trl.
 """
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from llmk.ops.linear_loss.objectives.preference import probability
 from llmk.registry import LARGEST, check_number
 
 LEVELS = ("token", "sequence", "sequence_sum")
@@ -41,17 +43,11 @@ def check_above_one(name: str, value: Any) -> None:
 
 
 class PolicyLoss(NamedTuple):
-    """`value(options, logps, log_ratio, advantages)` of tokens, and its `gradient` by log_ratio, or else by logps.
-
-    A ratio may overflow where neither does: its gradient is a constant times 0 there, and never 0 times infinity.
-    """
+    """`value(options, logps, log_ratio, advantages)` of tokens."""
 
     value: Callable[[PolicyOptions, Tensor, Tensor, Tensor], Tensor]
-    gradient: Callable[[PolicyOptions, Tensor, Tensor, Tensor], Tensor]
-    wrt_log_ratio: bool  # the gradient is that by log_ratio
-    clip: Callable[[PolicyOptions, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    """`clip(options, log_ratio, advantages)` of the tokens' own log-ratios before their level is taken, and a mask of
-    those that it leaves as they are."""
+    clip: Callable[[PolicyOptions, Tensor, Tensor], Tensor] | None = None
+    """`clip(options, log_ratio, advantages)` of the tokens' own log-ratios before their level is taken."""
     keeps: Callable[[PolicyOptions, Tensor, Tensor, Tensor], Tensor] | None = None
     """`keeps(options, logps, old_logps, advantages)`: the mask of tokens that have a loss; of all if None."""
 
@@ -79,37 +75,18 @@ def _clipped(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantage
     return -torch.where(clips, ratio.clamp(low, high), moving) * advantages
 
 
-def _clipped_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    ratio, (low, high) = log_ratio.exp(), _bounds(options, advantages)
-    return -torch.where((ratio < low) | (ratio > high), 0.0, ratio) * advantages
-
-
 def _cispo(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """-min(r, epsilon_high) A log pi, the first a constant: MiniMax-M1, 2025, https://arxiv.org/abs/2506.13585."""
-    return _cispo_grad(options, logps, log_ratio.detach(), advantages) * logps
-
-
-def _cispo_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    return -log_ratio.exp().clamp(max=options.epsilon_high) * advantages
-
-
-def _gate(options: PolicyOptions, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return SAPO's temperature, ratio and sigmoid argument; the sigmoid is 1 long before a ratio overflows."""
-    # torch.where of two numbers has the default dtype.
-    positive = torch.full_like(advantages, options.sapo_temperature_pos)
-    t, ratio = torch.where(advantages > 0, positive, options.sapo_temperature_neg), log_ratio.clamp(max=88.0).exp()
-    return t, ratio, t * (ratio - 1)
+    return -log_ratio.detach().exp().clamp(max=options.epsilon_high) * advantages * logps
 
 
 def _sapo(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """-4 / t sigma(t (r - 1)) A, t by A's sign: Gao et al., SAPO, 2025, https://arxiv.org/abs/2511.20347."""
-    t, _, x = _gate(options, log_ratio, advantages)
-    return -torch.sigmoid(x) * 4 / t * advantages
-
-
-def _sapo_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    _, ratio, x = _gate(options, log_ratio, advantages)
-    return -4 * torch.sigmoid(x) * torch.sigmoid(-x) * ratio * advantages
+    # torch.where of two numbers has the default dtype.
+    positive = torch.full_like(advantages, options.sapo_temperature_pos)
+    t = torch.where(advantages > 0, positive, options.sapo_temperature_neg)
+    ratio = log_ratio.clamp(max=88.0).exp()  # the sigmoid is 1 long before a ratio overflows
+    return -probability(t * (ratio - 1)) * 4 / t * advantages
 
 
 def _reinforce(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -117,17 +94,9 @@ def _reinforce(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advanta
     return -advantages * logps
 
 
-def _reinforce_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    return -advantages
-
-
 def _dft(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """-A pi log pi, pi a constant: Wu et al., 2025, https://arxiv.org/abs/2508.05629, equation 9."""
-    return _dft_grad(options, logps.detach(), log_ratio, advantages) * logps
-
-
-def _dft_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    return -advantages * logps.exp()
+    return -advantages * logps.detach().exp() * logps
 
 
 def _surrogate(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -135,15 +104,15 @@ def _surrogate(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advanta
     return -log_ratio.exp() * advantages
 
 
-def _log_clip(options: PolicyOptions, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+def _log_clip(options: PolicyOptions, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """Clip log r at epsilon_high where A > 0 and at -epsilon where A < 0; 0 where A is, whose sign is its factor.
 
     The ratio of GMPO is the geometric mean of what is clipped: Zhao et al., "Geometric-Mean Policy Optimization", 2025,
     https://arxiv.org/abs/2507.20673.
     """
-    low, high, positive, acts = -options.epsilon, options.epsilon_high, advantages > 0, advantages != 0
-    clipped = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
-    return torch.where(acts, clipped, 0.0), acts & torch.where(positive, log_ratio <= high, log_ratio >= low)
+    clipped_below = log_ratio.clamp(min=-options.epsilon)
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=options.epsilon_high), clipped_below)
+    return torch.where(advantages != 0, clipped, 0.0)
 
 
 def _truncated(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -152,12 +121,8 @@ def _truncated(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advanta
     Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", 2026, https://arxiv.org/abs/2602.04879, as
     verl has it, https://github.com/volcengine/verl.
     """
-    return _truncated_grad(options, logps, log_ratio.detach(), advantages) * logps
-
-
-def _truncated_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     most = float("inf") if options.delta is None else options.delta
-    return -log_ratio.exp().clamp(max=most) * advantages
+    return -log_ratio.detach().exp().clamp(max=most) * advantages * logps
 
 
 def _within_tv(options: PolicyOptions, logps: Tensor, old_logps: Tensor, advantages: Tensor) -> Tensor:
@@ -179,15 +144,15 @@ def _within_kl(options: PolicyOptions, logps: Tensor, old_logps: Tensor, advanta
 
 
 LOSSES = {
-    "clipped": PolicyLoss(_clipped, _clipped_grad, wrt_log_ratio=True),
-    "sapo": PolicyLoss(_sapo, _sapo_grad, wrt_log_ratio=True),
-    "cispo": PolicyLoss(_cispo, _cispo_grad, wrt_log_ratio=False),
-    "reinforce": PolicyLoss(_reinforce, _reinforce_grad, wrt_log_ratio=False),
-    "dft": PolicyLoss(_dft, _dft_grad, wrt_log_ratio=False),
-    "surrogate": PolicyLoss(_surrogate, _surrogate, wrt_log_ratio=True),
-    "gmpo": PolicyLoss(_surrogate, _surrogate, wrt_log_ratio=True, clip=_log_clip),
-    "dppo_tv": PolicyLoss(_truncated, _truncated_grad, wrt_log_ratio=False, keeps=_within_tv),
-    "dppo_kl": PolicyLoss(_truncated, _truncated_grad, wrt_log_ratio=False, keeps=_within_kl),
+    "clipped": PolicyLoss(_clipped),
+    "sapo": PolicyLoss(_sapo),
+    "cispo": PolicyLoss(_cispo),
+    "reinforce": PolicyLoss(_reinforce),
+    "dft": PolicyLoss(_dft),
+    "surrogate": PolicyLoss(_surrogate),
+    "gmpo": PolicyLoss(_surrogate, clip=_log_clip),
+    "dppo_tv": PolicyLoss(_truncated, keeps=_within_tv),
+    "dppo_kl": PolicyLoss(_truncated, keeps=_within_kl),
 }
 
 
@@ -196,30 +161,19 @@ def bounded(log_ratio: Tensor, bound: float | None) -> Tensor:
     return log_ratio if bound is None else log_ratio.clamp(-bound, bound)
 
 
-def bounded_grad(grad: Tensor, log_ratio: Tensor, bound: float | None) -> Tensor:
-    """Return the gradient of a logarithm before `bounded` from that after it."""
-    return grad if bound is None else torch.where(log_ratio.abs() > bound, 0.0, grad)
-
-
-class Estimator(NamedTuple):
-    """An estimator of KL(pi, ref) from x = log pi / ref of samples of pi, and its derivative by x."""
-
-    value: Callable[[Tensor], Tensor]
-    gradient: Callable[[Tensor], Tensor]
-
-
 def _straight_through(x: Tensor) -> Tensor:
     """The value of k3, which is unbiased, and the gradient of k2, whose expectation is the divergence's gradient."""
     return torch.expm1(-x.detach()) + x.detach() + x.detach() * (x - x.detach())
 
 
-ESTIMATORS = {
-    "k1": Estimator(lambda x: x, torch.ones_like),
-    "k2": Estimator(lambda x: 0.5 * x.square(), lambda x: x),
-    "k3": Estimator(lambda x: torch.expm1(-x) + x, lambda x: -torch.expm1(-x)),
-    "k3+": Estimator(_straight_through, lambda x: x),
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda x: x,
+    "k2": lambda x: 0.5 * x.square(),
+    "k3": lambda x: torch.expm1(-x) + x,
+    "k3+": _straight_through,
 }
-"""Schulman, 2020, http://joschu.net/blog/kl-approx.html; "k3+" as in verl, https://github.com/volcengine/verl."""
+"""Estimators of KL(pi, ref) from x = log pi / ref of samples of pi: Schulman, 2020,
+http://joschu.net/blog/kl-approx.html; "k3+" as in verl, https://github.com/volcengine/verl."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +208,7 @@ class PolicyTerms:
     def divergence(self, logps: Tensor, log_ratio: Tensor) -> Tensor:
         assert self.ref_logps is not None
         x = bounded(logps - self.ref_logps, self.options.max_log_ratio)
-        kl = ESTIMATORS[self.options.kl_estimator].value(x)
+        kl = ESTIMATORS[self.options.kl_estimator](x)
         return kl * log_ratio.exp() if self.options.use_bias_correction_kl else kl
 
     def keeps(self, logps: Tensor) -> Tensor | None:
@@ -274,48 +228,19 @@ class PolicyTerms:
         return torch.where((weight != 0) & (self.advantages != 0), log_ratio, 0.0)
 
     def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return self.token_losses(logprobs, entropy).sum()
+
+    def token_losses(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
         loss, log_ratio = LOSSES[self.options.loss_type], self.log_ratio(logprobs)
         acting = log_ratio
         if loss.clip is not None:
-            clipped, _ = loss.clip(self.options, self.token_log_ratio(logprobs), self.advantages)
+            clipped = loss.clip(self.options, self.token_log_ratio(logprobs), self.advantages)
             acting = bounded(self.level(clipped), self.options.max_log_ratio)
         weight = self._kept_weight(logprobs)
         each = weight * loss.value(self.options, logprobs, self._acting(acting, weight), self.advantages)
         if self.kl_weight is not None:
             each = each + self.kl_weight * self.divergence(logprobs, log_ratio)
-        return (each if self.entropy_weight is None else each - self.entropy_weight * entropy).sum()
-
-    def gradients(self, logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the log-probabilities and of the entropies."""
-        bound, loss = self.options.max_log_ratio, LOSSES[self.options.loss_type]
-        unbounded = acting = self.level(self.token_log_ratio(logprobs))
-        moving = None
-        if loss.clip is not None:
-            clipped, moving = loss.clip(self.options, self.token_log_ratio(logprobs), self.advantages)
-            acting = self.level(clipped)
-        weight = self._kept_weight(logprobs)
-        log_ratio = self._acting(bounded(acting, bound), weight)
-        by_logps = weight * loss.gradient(self.options, logprobs, log_ratio, self.advantages)
-        if loss.wrt_log_ratio:
-            by_logps = self.level(bounded_grad(by_logps, acting, bound))
-            by_logps = by_logps if moving is None else torch.where(moving, by_logps, 0.0)
-        if self.kl_weight is not None:
-            by_logps = by_logps + self._divergence_grad(logprobs, unbounded)
-        return by_logps, None if self.entropy_weight is None else -self.entropy_weight
-
-    def _divergence_grad(self, logprobs: Tensor, unbounded_log_ratio: Tensor) -> Tensor:
-        """Return the gradient of the log-probabilities through the weighted divergence and the ratio it may have."""
-        assert self.kl_weight is not None
-        assert self.ref_logps is not None
-        estimator, bound = ESTIMATORS[self.options.kl_estimator], self.options.max_log_ratio
-        unbounded = logprobs - self.ref_logps
-        x = bounded(unbounded, bound)
-        grad = self.kl_weight * bounded_grad(estimator.gradient(x), unbounded, bound)
-        if not self.options.use_bias_correction_kl:
-            return grad
-        ratio = bounded(unbounded_log_ratio, bound).exp()
-        by_ratio = self.kl_weight * estimator.value(x) * ratio
-        return grad * ratio + self.level(bounded_grad(by_ratio, unbounded_log_ratio, bound))
+        return each if self.entropy_weight is None else each - self.entropy_weight * entropy
 
 
 def rowwise_level(name: str, counts: Tensor) -> Callable[[Tensor], Tensor]:

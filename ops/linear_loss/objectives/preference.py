@@ -1,10 +1,10 @@
-"""Preference losses as functions of implicit rewards, and their derivatives, by their names in TRL.
+"""Preference losses as functions of implicit rewards, by their names in TRL.
 
 A group is a pair, the chosen completion and the rejected one, or a single completion. A reward is the logarithm of
 policy / reference over a completion, or an f-divergence's transform of it, before the factor beta. Each loss is written
 from its paper: x = beta * (reward of chosen - reward of rejected), sigma the logistic function.
 
-The derivatives are written out, because a kernel op that computes gradients cannot use autograd.
+Autograd differentiates the losses, in a kernel op too: each is written so that its derivative is exact for any reward.
 
 Reference implementation: `trl.trainer.dpo_trainer`, https://github.com/huggingface/trl.
 """
@@ -31,10 +31,9 @@ class LossOptions(NamedTuple):
 
 
 class GroupLoss(NamedTuple):
-    """`value(options, *rewards)` for rewards `[G]` of a group's sequences, and its `gradients` by each."""
+    """`value(options, *rewards)` for rewards `[G]` of a group's sequences."""
 
     value: Callable[..., Tensor]
-    gradients: Callable[..., tuple[Tensor, ...]]
     length_normalized: bool = False  # True: rewards are means over a sequence's tokens
     sequences: int = 2
     smoothing: tuple[float, float, str] = (0.0, 1.0, "a number from 0 to 1")  # its range, and that in words
@@ -44,8 +43,8 @@ _HALF = -0.6931471805599453  # log of 1/2
 
 
 def probability(x: Tensor) -> Tensor:
-    """sigma(x), whose derivative sigma(x) sigma(-x) is accurate where sigma(x) is near 1 too."""
-    return torch.exp(F.logsigmoid(x))
+    """sigma(x), whose derivative sigma(x) sigma(-x) is accurate where sigma(x) is near 1 too, and the same for -x."""
+    return torch.where(x < 0, torch.sigmoid(x.clamp(max=0)), 1 - torch.sigmoid(-x.clamp(min=0)))
 
 
 def log1mexp(logp: Tensor) -> Tensor:
@@ -59,31 +58,13 @@ def log1mexp(logp: Tensor) -> Tensor:
     return torch.where(logp > _HALF, near_one, torch.log1p(-torch.exp(logp.clamp(max=_HALF))))
 
 
-def _sigma(x: Tensor) -> Tensor:
-    """The logistic function, accurate for the smallest results, where exp(-x) overflows."""
-    e = torch.exp(-x.abs())
-    return torch.where(x < 0, e, 1.0) / (1 + e)
-
-
-def _sigmoid_grad(x: Tensor) -> Tensor:
-    """sigma(x) sigma(-x), the derivative of sigma."""
-    return _sigma(x) * _sigma(-x)
-
-
-_MarginFunction = Callable[[LossOptions, Tensor], Tensor]
-
-
-def _margin_loss(value: _MarginFunction, grad: _MarginFunction, length_normalized: bool = False) -> GroupLoss:
+def _margin_loss(value: Callable[[LossOptions, Tensor], Tensor], length_normalized: bool = False) -> GroupLoss:
     """Return a loss that is a function of x alone."""
 
     def pair_value(options: LossOptions, chosen: Tensor, rejected: Tensor) -> Tensor:
         return value(options, options.beta * (chosen - rejected))
 
-    def pair_gradients(options: LossOptions, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, ...]:
-        by_chosen = options.beta * grad(options, options.beta * (chosen - rejected))
-        return by_chosen, -by_chosen
-
-    return GroupLoss(pair_value, pair_gradients, length_normalized)
+    return GroupLoss(pair_value, length_normalized)
 
 
 def _logistic(options: LossOptions, x: Tensor) -> Tensor:
@@ -94,27 +75,14 @@ def _logistic(options: LossOptions, x: Tensor) -> Tensor:
     return -F.logsigmoid(x)
 
 
-def _logistic_grad(options: LossOptions, x: Tensor) -> Tensor:
-    return -_sigma(-x)
-
-
 def _hinge(options: LossOptions, x: Tensor) -> Tensor:
     """max(0, 1 - x): Zhao et al., SLiC-HF, 2023, https://arxiv.org/abs/2305.10425, on DPO's margin."""
     return torch.relu(1 - x)
 
 
-def _hinge_grad(options: LossOptions, x: Tensor) -> Tensor:
-    return torch.where(x >= 1, 0.0, -torch.ones_like(x))
-
-
 def _ipo(options: LossOptions, chosen: Tensor, rejected: Tensor) -> Tensor:
     """(margin - 1 / (2 beta))^2 with means over tokens: Azar et al., 2023, https://arxiv.org/abs/2310.12036."""
     return (chosen - rejected - 1 / (2 * options.beta)) ** 2
-
-
-def _ipo_grads(options: LossOptions, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, ...]:
-    by_chosen = 2 * (chosen - rejected - 1 / (2 * options.beta))
-    return by_chosen, -by_chosen
 
 
 def _robust(options: LossOptions, x: Tensor) -> Tensor:
@@ -126,11 +94,6 @@ def _robust(options: LossOptions, x: Tensor) -> Tensor:
     return (e * F.logsigmoid(-x) - (1 - e) * F.logsigmoid(x)) / (1 - 2 * e)
 
 
-def _robust_grad(options: LossOptions, x: Tensor) -> Tensor:
-    e = options.label_smoothing
-    return -(e * _sigma(x) + (1 - e) * _sigma(-x)) / (1 - 2 * e)
-
-
 def _exo_pair(options: LossOptions, x: Tensor) -> Tensor:
     """KL from the policy's choice of two to (1 - e, e): Ji et al., EXO, 2024, https://arxiv.org/abs/2402.00856."""
     e = options.label_smoothing
@@ -138,20 +101,10 @@ def _exo_pair(options: LossOptions, x: Tensor) -> Tensor:
     return chosen + probability(-x) * (F.logsigmoid(-x) - math.log(e))
 
 
-def _exo_pair_grad(options: LossOptions, x: Tensor) -> Tensor:
-    e = options.label_smoothing
-    return _sigmoid_grad(x) * (x + (math.log(e) - math.log1p(-e)))
-
-
 def _smoothed(options: LossOptions, x: Tensor) -> Tensor:
     """-(1 - e) log sigma(x - gamma) - e log sigma(gamma - x), the loss of "cpo" and "simpo"."""
     e, x = options.label_smoothing, x - options.simpo_gamma
     return -(1 - e) * F.logsigmoid(x) - e * F.logsigmoid(-x)
-
-
-def _smoothed_grad(options: LossOptions, x: Tensor) -> Tensor:
-    e, x = options.label_smoothing, x - options.simpo_gamma
-    return e * _sigma(x) - (1 - e) * _sigma(-x)
 
 
 def _discopop(options: LossOptions, x: Tensor) -> Tensor:
@@ -163,31 +116,15 @@ def _discopop(options: LossOptions, x: Tensor) -> Tensor:
     return probability(-y) * -F.logsigmoid(x) + torch.exp(F.logsigmoid(y) - x)
 
 
-def _discopop_grad(options: LossOptions, x: Tensor) -> Tensor:
-    y = x / options.discopop_tau
-    logistic = _sigmoid_grad(y) / options.discopop_tau * F.logsigmoid(x) - _sigma(-y) * _sigma(-x)
-    return logistic + torch.exp(F.logsigmoid(y) - x) * (_sigma(-y) / options.discopop_tau - 1)
-
-
 def _nca_pair(options: LossOptions, chosen: Tensor, rejected: Tensor) -> Tensor:
     """-log sigma(r_c) - (log sigma(-r_c) + log sigma(-r_r)) / 2: Chen et al., 2024, https://arxiv.org/abs/2402.05369."""
     chosen, rejected = options.beta * chosen, options.beta * rejected
     return -F.logsigmoid(chosen) - 0.5 * (F.logsigmoid(-chosen) + F.logsigmoid(-rejected))
 
 
-def _nca_pair_grads(options: LossOptions, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, ...]:
-    beta, chosen, rejected = options.beta, options.beta * chosen, options.beta * rejected
-    return beta * (0.5 * _sigma(chosen) - _sigma(-chosen)), 0.5 * beta * _sigma(rejected)
-
-
 def _bco_pair(options: LossOptions, chosen: Tensor, rejected: Tensor) -> Tensor:
     """-log sigma(r_c) - log sigma(-r_r): Jung et al., BCO, 2024, https://arxiv.org/abs/2404.04656, not shifted."""
     return -F.logsigmoid(options.beta * chosen) - F.logsigmoid(-options.beta * rejected)
-
-
-def _bco_pair_grads(options: LossOptions, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, ...]:
-    beta = options.beta
-    return -beta * _sigma(-beta * chosen), beta * _sigma(beta * rejected)
 
 
 def _sppo_hard(options: LossOptions, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -199,29 +136,14 @@ def _sppo_hard(options: LossOptions, chosen: Tensor, rejected: Tensor) -> Tensor
     return (chosen - half) ** 2 + (rejected + half) ** 2
 
 
-def _sppo_hard_grads(options: LossOptions, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, ...]:
-    half = 0.5 / options.beta
-    return 2 * (chosen - half), 2 * (rejected + half)
-
-
 def _apo_zero(options: LossOptions, chosen: Tensor, rejected: Tensor) -> Tensor:
     """1 - sigma(r_c) + sigma(r_r): D'Oosterlinck et al., APO, 2024, https://arxiv.org/abs/2408.06266, equation 7."""
     return probability(-options.beta * chosen) + probability(options.beta * rejected)
 
 
-def _apo_zero_grads(options: LossOptions, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, ...]:
-    beta = options.beta
-    return -beta * _sigmoid_grad(beta * chosen), beta * _sigmoid_grad(beta * rejected)
-
-
 def _apo_down(options: LossOptions, chosen: Tensor, rejected: Tensor) -> Tensor:
     """sigma(r_c) + 1 - sigma(r_c - r_r): the same paper, equation 8."""
     return probability(options.beta * chosen) + probability(options.beta * (rejected - chosen))
-
-
-def _apo_down_grads(options: LossOptions, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, ...]:
-    by_rejected = options.beta * _sigmoid_grad(options.beta * (rejected - chosen))
-    return options.beta * _sigmoid_grad(options.beta * chosen) - by_rejected, by_rejected
 
 
 def log_odds(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -237,17 +159,6 @@ def _orpo(options: LossOptions, chosen: Tensor, rejected: Tensor) -> Tensor:
     return -F.logsigmoid(log_odds(chosen, rejected))
 
 
-def _orpo_grads(options: LossOptions, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, ...]:
-    grad = -_sigma(-log_odds(chosen, rejected))
-    return grad * _log_odds_grad(chosen), -grad * _log_odds_grad(rejected)
-
-
-def _log_odds_grad(logp: Tensor) -> Tensor:
-    """1 / (1 - p), or 1 where p falls short of 1 by no more than a unit: see `log1mexp`."""
-    certain = logp > -torch.finfo(logp.dtype).eps
-    return torch.where(certain, 1.0, -1 / torch.expm1(torch.where(certain, -1.0, logp)))
-
-
 def _kto(options: LossOptions, gain: Tensor) -> Tensor:
     """1 - sigma(beta gain) of a completion by itself, the gain with the sign of its label.
 
@@ -256,31 +167,25 @@ def _kto(options: LossOptions, gain: Tensor) -> Tensor:
     return probability(-options.beta * gain)
 
 
-def _kto_grads(options: LossOptions, gain: Tensor) -> tuple[Tensor, ...]:
-    return (-options.beta * _sigmoid_grad(options.beta * gain),)
-
-
 LOSSES: dict[str, GroupLoss] = {
-    "sigmoid": _margin_loss(_logistic, _logistic_grad),
-    "sigmoid_norm": _margin_loss(_logistic, _logistic_grad, length_normalized=True),
-    "hinge": _margin_loss(_hinge, _hinge_grad),
-    "ipo": GroupLoss(_ipo, _ipo_grads, length_normalized=True),
-    "robust": _margin_loss(_robust, _robust_grad)._replace(
-        smoothing=(0.0, math.nextafter(0.5, 0.0), "a number from 0 to below 0.5")
-    ),
-    "exo_pair": _margin_loss(_exo_pair, _exo_pair_grad)._replace(
+    "sigmoid": _margin_loss(_logistic),
+    "sigmoid_norm": _margin_loss(_logistic, length_normalized=True),
+    "hinge": _margin_loss(_hinge),
+    "ipo": GroupLoss(_ipo, length_normalized=True),
+    "robust": _margin_loss(_robust)._replace(smoothing=(0.0, math.nextafter(0.5, 0.0), "a number from 0 to below 0.5")),
+    "exo_pair": _margin_loss(_exo_pair)._replace(
         smoothing=(math.nextafter(0.0, 1.0), math.nextafter(1.0, 0.0), "a number between 0 and 1")
     ),
-    "discopop": _margin_loss(_discopop, _discopop_grad),
-    "nca_pair": GroupLoss(_nca_pair, _nca_pair_grads),
-    "bco_pair": GroupLoss(_bco_pair, _bco_pair_grads),
-    "sppo_hard": GroupLoss(_sppo_hard, _sppo_hard_grads),
-    "apo_zero": GroupLoss(_apo_zero, _apo_zero_grads),
-    "apo_down": GroupLoss(_apo_down, _apo_down_grads),
-    "cpo": _margin_loss(_smoothed, _smoothed_grad),
-    "orpo": GroupLoss(_orpo, _orpo_grads, length_normalized=True),
-    "simpo": _margin_loss(_smoothed, _smoothed_grad, length_normalized=True),
-    "kto": GroupLoss(_kto, _kto_grads, sequences=1),
+    "discopop": _margin_loss(_discopop),
+    "nca_pair": GroupLoss(_nca_pair),
+    "bco_pair": GroupLoss(_bco_pair),
+    "sppo_hard": GroupLoss(_sppo_hard),
+    "apo_zero": GroupLoss(_apo_zero),
+    "apo_down": GroupLoss(_apo_down),
+    "cpo": _margin_loss(_smoothed),
+    "orpo": GroupLoss(_orpo, length_normalized=True),
+    "simpo": _margin_loss(_smoothed, length_normalized=True),
+    "kto": GroupLoss(_kto, sequences=1),
 }
 
 MARGIN_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "cpo", "simpo")
@@ -293,7 +198,7 @@ def check_label_smoothing(names: Sequence[str], label_smoothing: float) -> None:
         check_number("label_smoothing", label_smoothing, low, high, f"{expected} with loss_type {name!r}")
 
 
-# The f-divergences: f'(t) as a function of log t, t = policy / reference, and its derivative by log t.
+# The f-divergences: f'(t) as a function of log t, t = policy / reference.
 # Source: Wang et al., f-DPO, 2023, https://arxiv.org/abs/2309.16240.
 
 _LARGEST_EXPONENT = 80.0  # e^80 is a finite float32
@@ -303,52 +208,33 @@ def _reverse_kl(logratios: Tensor, coef: float) -> Tensor:
     return logratios
 
 
-def _reverse_kl_grad(logratios: Tensor, coef: float) -> Tensor:
-    return torch.ones_like(logratios)
+def _expm1(x: Tensor) -> Tensor:
+    """exp(x) - 1 of x up to the largest exponent, by the formula whose derivative is accurate where exp(x) is small."""
+    x = x.clamp(max=_LARGEST_EXPONENT)
+    return torch.where(x < -1, torch.exp(x) - 1, torch.expm1(x.clamp(min=-1)))
 
 
 def _forward_kl(logratios: Tensor, coef: float) -> Tensor:
-    return -torch.expm1((-logratios).clamp(max=_LARGEST_EXPONENT))
-
-
-def _forward_kl_grad(logratios: Tensor, coef: float) -> Tensor:
-    return _exp_within(-logratios)
+    return -_expm1(-logratios)
 
 
 def _js_divergence(logratios: Tensor, coef: float) -> Tensor:
     return math.log(2) + F.logsigmoid(logratios)
 
 
-def _js_divergence_grad(logratios: Tensor, coef: float) -> Tensor:
-    return torch.exp(F.logsigmoid(-logratios))
-
-
 def _alpha_divergence(logratios: Tensor, coef: float) -> Tensor:
     if abs(coef - 1.0) < 1e-6:
         return logratios  # its limit
-    return torch.expm1(((coef - 1.0) * logratios).clamp(max=_LARGEST_EXPONENT)) / (coef - 1.0)
+    return _expm1((coef - 1.0) * logratios) / (coef - 1.0)
 
 
-def _alpha_divergence_grad(logratios: Tensor, coef: float) -> Tensor:
-    if abs(coef - 1.0) < 1e-6:
-        return torch.ones_like(logratios)
-    return _exp_within((coef - 1.0) * logratios)
-
-
-def _exp_within(x: Tensor) -> Tensor:
-    """The derivative of expm1(x) with x clamped to the largest exponent."""
-    return torch.where(x > _LARGEST_EXPONENT, 0.0, torch.exp(x.clamp(max=_LARGEST_EXPONENT)))
-
-
-_Transform = Callable[[Tensor, float], Tensor]
-
-F_DIVERGENCES: dict[str, tuple[_Transform, _Transform]] = {
-    "reverse_kl": (_reverse_kl, _reverse_kl_grad),  # f'(t) = log t
-    "forward_kl": (_forward_kl, _forward_kl_grad),  # 1 - 1 / t
-    "js_divergence": (_js_divergence, _js_divergence_grad),  # log(2t / (t + 1))
-    "alpha_divergence": (_alpha_divergence, _alpha_divergence_grad),  # (t^(coef - 1) - 1) / (coef - 1)
+F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "reverse_kl": _reverse_kl,  # f'(t) = log t
+    "forward_kl": _forward_kl,  # 1 - 1 / t
+    "js_divergence": _js_divergence,  # log(2t / (t + 1))
+    "alpha_divergence": _alpha_divergence,  # (t^(coef - 1) - 1) / (coef - 1)
 }
-"""The reward and its derivative as functions of log-ratios and the alpha divergence's coefficient."""
+"""The rewards as functions of log-ratios and the alpha divergence's coefficient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,7 +264,7 @@ class PreferenceTerms:
 
     def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """Sum the loss over groups and tokens, given log-probabilities `[G, M, S]`; entropies are not used."""
-        rewards = F_DIVERGENCES[self.divergence][0](self._logratios(logprobs), self.coef)
+        rewards = F_DIVERGENCES[self.divergence](self._logratios(logprobs), self.coef)
         terms = [
             self._weighted(LOSSES[name].value(self.options, *self._group_rewards(rewards, name)), i).sum()
             for i, name in enumerate(self.names)
@@ -386,17 +272,3 @@ class PreferenceTerms:
         if self.nll_weight is not None:
             terms.append(-(self.nll_weight * logprobs).sum())
         return torch.stack(terms).sum()
-
-    def gradients(self, logprobs: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of the log-probabilities, `[G, M, S]`, and None for that of the entropies."""
-        reward, reward_grad = F_DIVERGENCES[self.divergence]
-        logratios = self._logratios(logprobs)
-        rewards, total = reward(logratios, self.coef), torch.zeros_like(logratios)
-        for i, name in enumerate(self.names):
-            loss = LOSSES[name]
-            by_rewards = loss.gradients(self.options, *self._group_rewards(rewards, name))
-            gradients = torch.stack([self._weighted(grad, i) for grad in by_rewards], -1)
-            total = total + (gradients / self.lengths if loss.length_normalized else gradients)
-        by_logps = total * reward_grad(logratios, self.coef)
-        by_logprobs = self.token_weight * by_logps.unsqueeze(-1)
-        return (by_logprobs if self.nll_weight is None else by_logprobs - self.nll_weight), None

@@ -8,18 +8,13 @@ a class more, the tail, which has what is left,
 or without one by dividing by the sum over the K classes. The divergence of the two is that of `fused_linear_jsd`: with
 m = beta * t + (1 - beta) * s
 
-    0 < beta < 1:  f = beta * t * log(t / m) + (1 - beta) * s * log(s / m)    df/dlog(s) = (1 - beta) * s * log(s / m)
-    beta = 0:      f = t * log(t / s)                                         df/dlog(s) = -t
-    beta = 1:      f = s * log(s / t)                                         df/dlog(s) = s * (log(s / t) + 1)
-
-and its derivative by the log-probability of one of the K classes
-
-    with the tail:     df_k - df_0 * s_k / s_0
-    without:           df_k - s_k * sum(df)      s normalized
+    0 < beta < 1:  f = beta * t * log(t / m) + (1 - beta) * s * log(s / m)
+    beta = 0:      f = t * log(t / s)
+    beta = 1:      f = s * log(s / t)
 
 A class may be absent. It has no probability, and a token all of whose classes are absent has the divergence 0.
 
-The derivative is written out, because a kernel op that computes gradients cannot use autograd.
+Autograd differentiates it, in a kernel op too.
 
 Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649, for the divergence. Reference implementation:
 `trl.experimental.server_distillation`, `loss_add_tail`, https://github.com/huggingface/trl.
@@ -40,19 +35,10 @@ _LEAST_LOGPROB = -1e4
 def topk_divergence(student: Tensor, teacher: Tensor, present: Tensor, beta: float, add_tail: bool) -> Tensor:
     """Return the divergence `[...]` from log-probabilities `[..., K]` and the mask of the classes that are present."""
     s, t = (_distribution(each, present, add_tail) for each in (student, teacher))
-    return torch.where(_support(present, add_tail), _terms(s, t, beta)[0], 0.0).sum(-1)
-
-
-def topk_divergence_gradient(student: Tensor, teacher: Tensor, present: Tensor, beta: float, add_tail: bool) -> Tensor:
-    """Return the derivative `[..., K]` of the divergence by the student's log-probabilities, 0 of absent classes."""
-    s, t = (_distribution(each, present, add_tail) for each in (student, teacher))
-    df = torch.where(_support(present, add_tail), _terms(s, t, beta)[1], 0.0)
-    if not add_tail:
-        return torch.where(present, df - s.exp() * df.sum(-1, keepdim=True), 0.0)
-    (s, tail), (df, df_tail) = (each.split([present.shape[-1], 1], -1) for each in (s, df))
-    # Where `log1mexp` clamps, the tail is a constant.
-    df_tail = torch.where(tail > log1mexp(torch.zeros_like(tail)), df_tail, 0.0)
-    return torch.where(present, df - df_tail * (s - tail).exp(), 0.0)
+    # Probabilities that are 0 from finite logarithms, as 0 * inf would be no derivative of 0 * log(0). With beta 0 a
+    # student's -inf makes the divergence infinite.
+    f, _ = divergence_of_cpu(s if beta == 0.0 else _finite(s), _finite(t), beta)
+    return torch.where(_support(present, add_tail), f, 0.0).sum(-1)
 
 
 def _support(present: Tensor, add_tail: bool) -> Tensor:
@@ -67,13 +53,6 @@ def _distribution(logprobs: Tensor, present: Tensor, add_tail: bool) -> Tensor:
         return logprobs.masked_fill(~present.any(-1, keepdim=True), 0.0).log_softmax(-1)
     total = logprobs.clamp(min=_LEAST_LOGPROB).logsumexp(-1, keepdim=True)
     return torch.cat([logprobs, log1mexp(total)], -1)
-
-
-def _terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the divergence's term of each class, and its derivative by the student's log-probability of it."""
-    # Probabilities that are 0 from finite logarithms, as 0 * inf would be no derivative of 0 * log(0). With beta 0 a
-    # student's -inf makes the divergence infinite.
-    return divergence_of_cpu(student if beta == 0.0 else _finite(student), _finite(teacher), beta)
 
 
 def _finite(logprobs: Tensor) -> Tensor:

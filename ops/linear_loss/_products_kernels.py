@@ -1,0 +1,473 @@
+"""The kernels of `products.py`: the three products with their epilogues, and what stands between them.
+
+`product` is the loop that all three share. Tiles of logits are numbered rows first, so that the programs that run at
+the same time share a block of the weight; those of gradients in groups of GROUP_M rows of tiles.
+"""
+
+import triton.language as tl
+
+from llmk.ops.common.math import LOG2E, cap, cap_slope, exp, log1p
+from llmk.ops.common.products import column_eighths, column_halves, product_tile
+from llmk.registry import jit
+
+
+@jit
+def product(
+    a, b, first_row, first_col, M, N, K, a_stride_m, a_stride_k, b_stride_n, b_stride_k,
+    DESCRIBED: tl.constexpr, TRANSPOSE_A: tl.constexpr, TRANSPOSE_B: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of the product of a [M, K] and b [K, N]; a described operand that is transposed is stored so."""
+    if DESCRIBED:
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+            left = a.load([k, first_row]).T if TRANSPOSE_A else a.load([first_row, k])
+            right = b.load([first_col, k]).T if TRANSPOSE_B else b.load([k, first_col])
+            if WIDEN:
+                left, right = left.to(tl.float32), right.to(tl.float32)
+            total = tl.dot(left, right, total)
+    else:
+        total = product_tile(
+            a, b, first_row.to(tl.int64), first_col.to(tl.int64), M, N, K,
+            a_stride_m, a_stride_k, b_stride_n, b_stride_k, False, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+        )  # fmt: skip
+    return total
+
+
+@jit
+def transformed(z, bias_ptr, cols, V, inner, outer, softcap, ROUNDED: tl.constexpr, LOW: tl.constexpr):
+    """Return y and dy / dz of a tile's logits without the factor that all have in common."""
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+    if ROUNDED:
+        z = z.to(LOW).to(tl.float32)
+    z *= inner
+    if softcap is None:
+        y, slope = z * outer, 1.0
+    else:
+        y, slope = cap(z, softcap, not ROUNDED) * outer, cap_slope(z, softcap) * (inner * outer)
+    return y, slope
+
+
+@jit
+def relative_to(m, base, total, moment):
+    """Return sums of exponentials relative to `base` that were relative to m, and their moment."""
+    distance = tl.where(total > 0.0, m - base, 0.0)  # NaN stays
+    fade = tl.exp2(distance * LOG2E)
+    return fade * total, fade * (moment + distance * total)
+
+
+@jit
+def finite_base(m):
+    """Return what numbers up to m are made relative to: -inf minus -inf would be NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@jit
+def exponentials_of(y, others, reference):
+    """Return the exponentials of some columns relative to a reference; their largest, sum and moment relative to it."""
+    m = tl.max(tl.where(others, y, float("-inf")), axis=1)
+    distance = y - finite_base(m)[:, None]
+    e = tl.where(others, tl.exp2(distance * LOG2E), 0.0)
+    total = tl.sum(e, axis=1)
+    moment = tl.sum(e * tl.where(e > 0.0, distance, 0.0), axis=1)
+    fade = tl.where(total > 0.0, tl.exp2((m - reference) * LOG2E), 0.0)
+    return e * fade[:, None], m, total, moment
+
+
+@jit
+def gradients_of(y, others, reference, a, b, u, w):
+    """Return E (a + b log E) + u w of some columns, E their exponentials relative to a reference."""
+    distance = y - reference[:, None]
+    e = tl.where(others, tl.exp2(distance * LOG2E), 0.0)
+    value = e * (a[:, None] + b[:, None] * tl.where(e > 0.0, distance, 0.0))
+    return value + tl.where(others, u[:, None] * w, 0.0)
+
+
+@jit
+def logits_kernel(
+    x, w, p, bias_ptr, class_weight_ptr, row_ptr, own_ptr, count_ptr, place_ptr, part_ptr,
+    M, V, H, x_stride, w_stride_v, w_stride_h, p_stride, inner, outer, softcap,
+    GRADIENTS: tl.constexpr, MOMENTS: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr,
+    DESCRIBED: tl.constexpr, P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute tiles of x W^T, and of their rows either exponentials with their sums, or GRADIENTS.
+
+    `row [4, M]` has the rows' references and the coefficients of gradients; a reference of +inf is a row that does not
+    count. `part [4, tiles, M]` gets the sums of exponentials relative to the largest logit of the tile, that, with
+    MOMENTS their moments, and with class weights weighted logits. With a `place` a row of x is that row of all others.
+    """
+    inner, outer = tl.cast(inner, tl.float32), tl.cast(outer, tl.float32)
+    end = tl.load(count_ptr)
+    tiles_m, tiles_n = tl.cdiv(end, BLOCK_M), tl.cdiv(V, BLOCK_N)
+    WIDTH: tl.constexpr = BLOCK_N // PIECES  # a piece of a tile at a time: an epilogue has few registers left
+    LOW: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
+    SCALE: tl.constexpr = 32768.0 if FLOAT16 else 1.0
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+        first_row, col_tile = (tile % tiles_m) * BLOCK_M, tile // tiles_m
+        first_col = col_tile * BLOCK_N
+        z = product(
+            x, w, first_row, first_col, end, V, H, x_stride, 1, w_stride_v, w_stride_h,
+            DESCRIBED, False, True, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+        )  # fmt: skip
+        rows = first_row + tl.arange(0, BLOCK_M)
+        inside = rows < end
+        place = rows
+        if place_ptr is not None:
+            place = tl.load(place_ptr + rows, mask=inside, other=0)
+        reference = tl.load(row_ptr + place, mask=inside, other=float("inf"))
+        own = tl.load(own_ptr + place, mask=inside, other=-1)
+        counts = inside & (reference < float("inf"))
+        if GRADIENTS:
+            a = tl.load(row_ptr + M + place, mask=inside, other=0.0)
+            b = tl.load(row_ptr + 2 * M + place, mask=inside, other=0.0)
+            u = tl.load(row_ptr + 3 * M + place, mask=inside, other=0.0)
+        pieces = column_eighths(z) if PIECES == 8 else column_halves(z)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        moment = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        weighted = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        for i in tl.static_range(PIECES):
+            col = first_col + i * WIDTH
+            cols = col + tl.arange(0, WIDTH)
+            y, slope = transformed(pieces[i], bias_ptr, cols, V, inner, outer, softcap, ROUNDED, LOW)
+            others = counts[:, None] & (cols < V)[None, :] & (cols[None, :] != own[:, None])
+            class_weight = tl.zeros((1, WIDTH), dtype=tl.float32)
+            if class_weight_ptr is not None:
+                class_weight = tl.load(class_weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+            if GRADIENTS:
+                value = gradients_of(y, others, reference, a, b, u, class_weight)
+            else:
+                value, m, piece_total, piece_moment = exponentials_of(y, others, reference)
+                new_largest = tl.maximum(largest, m)
+                base = finite_base(new_largest)
+                total, moment = relative_to(largest, base, total, moment)
+                piece_total, piece_moment = relative_to(m, base, piece_total, piece_moment)
+                largest = new_largest
+                total += piece_total
+                moment += piece_moment
+                if class_weight_ptr is not None:
+                    weighted += tl.sum(tl.where(others, class_weight * y, 0.0), axis=1)
+            if p is not None:
+                stored = (value * slope * SCALE).to(LOW)
+                if P_DESCRIBED:
+                    p.store([first_row, col], stored)
+                else:
+                    is_stored = inside if place_ptr is not None else rows < M
+                    p_ptrs = p + place.to(tl.int64)[:, None] * p_stride + cols[None, :]
+                    tl.store(p_ptrs, stored, mask=is_stored[:, None] & (cols < V)[None, :])
+        if part_ptr is not None:
+            part_ptrs = part_ptr + col_tile.to(tl.int64) * M + place
+            step = tiles_n.to(tl.int64) * M
+            tl.store(part_ptrs, total, mask=inside)
+            tl.store(part_ptrs + step, largest, mask=inside)
+            if MOMENTS:
+                tl.store(part_ptrs + 2 * step, moment, mask=inside)
+            if class_weight_ptr is not None:
+                tl.store(part_ptrs + 3 * step, weighted, mask=inside)
+
+
+@jit
+def pair_sums(x):
+    """Add up the first axis, of 32, pair by pair: a sum whose order depends on no layout of threads."""
+    N: tl.constexpr = x.shape[1]
+    for i in tl.static_range(5):
+        low, high = tl.split(tl.permute(tl.reshape(x, (2, 16 >> i, N)), (1, 2, 0)))
+        x = low + high
+    return tl.reshape(x, (N,))
+
+
+@jit
+def combine_kernel(
+    part_ptr, count_ptr, out_ptr, M, tiles, MOMENTS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of rows, `[4, tiles, M]`, in the order of the tiles: out `[4, M]`, relative to the second."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = rows < tl.load(count_ptr)
+    step = tl.cast(tiles, tl.int64) * M
+    largest = tl.full((BLOCK_T, BLOCK_M), float("-inf"), dtype=tl.float32)
+    for start in range(0, tiles, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        mask = (t < tiles)[:, None] & inside[None, :]
+        part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])
+        largest = tl.maximum(largest, tl.load(part_ptrs + step, mask=mask, other=float("-inf")))
+    m = tl.max(largest, axis=0)
+    total = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
+    moment = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
+    for start in range(0, tiles, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        mask = (t < tiles)[:, None] & inside[None, :]
+        part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])
+        part_total = tl.load(part_ptrs, mask=mask, other=0.0)
+        part_moment = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
+        if MOMENTS:
+            part_moment = tl.load(part_ptrs + 2 * step, mask=mask, other=0.0)
+        if WEIGHTED:
+            weighted += tl.load(part_ptrs + 3 * step, mask=mask, other=0.0)
+        part_m = tl.load(part_ptrs + step, mask=mask, other=0.0)
+        part_total, part_moment = relative_to(part_m, finite_base(m)[None, :], part_total, part_moment)
+        total += part_total
+        moment += part_moment
+    tl.store(out_ptr + rows, pair_sums(total), mask=inside)
+    tl.store(out_ptr + M + rows, m, mask=inside)
+    tl.store(out_ptr + 2 * M + rows, pair_sums(moment), mask=inside)
+    tl.store(out_ptr + 3 * M + rows, pair_sums(weighted), mask=inside)
+
+
+@jit
+def statistics_kernel(
+    sums_ptr, own_ptr, mask_ptr, stats_ptr, results_ptr, flags_ptr, M, far, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Compute from the sums of rows `[4, M]` and the logits of their own classes what `softmax.py` says of them.
+
+    Out are statistics `[5, M]`, results `[4, M]` and flags `[2, M]`: the own class is the largest, and it is so far
+    below that exponentials relative to it would overflow.
+    """
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = rows < M
+    counts = tl.load(mask_ptr + rows, mask=inside, other=0) != 0
+    y = tl.load(own_ptr + rows, mask=counts, other=0.0)
+    total = tl.load(sums_ptr + rows, mask=counts, other=0.0)
+    m = tl.load(sums_ptr + M + rows, mask=counts, other=0.0)
+    moment = tl.load(sums_ptr + 2 * M + rows, mask=counts, other=0.0)
+    weighted = tl.load(sums_ptr + 3 * M + rows, mask=counts, other=0.0)
+    reference = tl.where(m > y, m, y)
+    rest, moment = relative_to(m, reference, total, moment)
+    distance = y - reference
+    own = exp(distance)
+    moment += tl.where(own > 0.0, own * distance, 0.0)
+    total = own + rest
+    log_total = tl.where(own == 1.0, log1p(rest), tl.log(total))
+    tl.store(stats_ptr + rows, tl.where(counts, reference, 0.0), mask=inside)
+    tl.store(stats_ptr + M + rows, tl.where(counts, rest, 0.0), mask=inside)
+    tl.store(stats_ptr + 2 * M + rows, tl.where(counts, own, 1.0), mask=inside)
+    tl.store(stats_ptr + 3 * M + rows, tl.where(counts, moment, 0.0), mask=inside)
+    tl.store(results_ptr + rows, tl.where(counts, distance - log_total, 0.0), mask=inside)
+    tl.store(results_ptr + M + rows, tl.where(counts, log_total - moment / total, 0.0), mask=inside)
+    tl.store(results_ptr + 2 * M + rows, tl.where(counts, reference + log_total, 0.0), mask=inside)
+    tl.store(results_ptr + 3 * M + rows, tl.where(counts, weighted, 0.0), mask=inside)
+    near = reference - y < tl.cast(far, tl.float32)
+    tl.store(stats_ptr + 4 * M + rows, tl.where(counts & near, own, 1.0), mask=inside)
+    tl.store(flags_ptr + rows, (counts & (m <= y)).to(tl.int8), mask=inside)
+    tl.store(flags_ptr + M + rows, (counts & (near == 0)).to(tl.int8), mask=inside)
+
+
+@jit
+def coefficients_kernel(
+    stats_ptr, mask_ptr, own_ptr, slope_ptr, grad_ptr, lse_grad_ptr, out_ptr, M, stats_stride, grad_stride, factor,
+    least, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Compute what exponentials are multiplied by to be gradients, what their own columns hold, and what that loses.
+
+    Out is `[3, M]`: r, the rest of the own class's gradient, and its entry in P, of which r times is that gradient.
+    """
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = rows < M
+    counts = tl.load(mask_ptr + rows, mask=inside, other=0) != 0
+    factor, least = tl.cast(factor, tl.float32), tl.cast(least, tl.float32)
+    rest = tl.load(stats_ptr + stats_stride + rows, mask=counts, other=0.0)
+    own = tl.load(stats_ptr + 2 * stats_stride + rows, mask=counts, other=1.0)
+    scale = tl.load(stats_ptr + 4 * stats_stride + rows, mask=counts, other=1.0)
+    total = own + rest
+    slope = factor
+    if slope_ptr is not None:
+        slope = tl.load(slope_ptr + rows, mask=counts, other=0.0)
+    g = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if grad_ptr is not None:
+        g = tl.load(grad_ptr + rows * grad_stride, mask=counts, other=0.0)
+    entry = g * rest / total * slope
+    r = -g / total * (factor * scale)
+    stored = -rest / scale
+    if slope_ptr is not None:
+        stored *= slope
+    if lse_grad_ptr is not None:
+        f = tl.load(lse_grad_ptr + rows, mask=counts, other=0.0)
+        entry += f * own / total * slope
+        r += f / total * (factor * scale)
+        smallest = tl.abs(entry) * least * scale / total
+        r = tl.where(tl.abs(r) < smallest, smallest, r)
+        stored = tl.where(r == 0.0, 0.0, entry / r)
+    column = tl.load(own_ptr + rows, mask=inside, other=-1)
+    lost = entry - r * stored.to(tl.bfloat16).to(tl.float32)
+    tl.store(out_ptr + rows, r, mask=inside)
+    tl.store(out_ptr + M + rows, tl.where(column >= 0, lost, 0.0), mask=inside)
+    tl.store(out_ptr + 2 * M + rows, stored, mask=inside)
+
+
+@jit
+def list_kernel(listed_ptr, place_ptr, number_ptr, M, BLOCK_M: tl.constexpr):
+    """List the rows that a mask says: their places, and how many there are."""
+    number = tl.zeros((1,), dtype=tl.int32)
+    for start in range(0, M, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        listed = tl.load(listed_ptr + rows, mask=rows < M, other=0).to(tl.int32)
+        at = number + tl.cumsum(listed, axis=0) - 1
+        tl.store(place_ptr + at, rows, mask=listed != 0)
+        number += tl.sum(listed, axis=0)
+    tl.store(number_ptr + tl.arange(0, 1), number)
+
+
+@jit
+def gather_kernel(x_ptr, place_ptr, count_ptr, out_ptr, H, x_stride, BLOCK_H: tl.constexpr):
+    """Copy the rows of x at some places, one below the other."""
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(count_ptr):
+        place = tl.load(place_ptr + row).to(tl.int64)
+        for start in range(0, H, BLOCK_H):
+            cols = start + tl.arange(0, BLOCK_H)
+            x = tl.load(x_ptr + place * x_stride + cols, mask=cols < H, other=0.0)
+            tl.store(out_ptr + row * H + cols, x, mask=cols < H)
+
+
+@jit
+def target_logits_kernel(
+    x_ptr, w_ptr, bias_ptr, target_ptr, out_ptr, K, V, H, x_stride, w_stride_v, w_stride_h, first_class,
+    ROUNDED: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Compute the logit of one class of a row, 0 of a class that is not among those of the weight."""
+    at = tl.program_id(0).to(tl.int64)
+    row, column = at // K, tl.load(target_ptr + at).to(tl.int64) - first_class
+    here = (column >= 0) & (column < V)
+    column = tl.where(here, column, 0)
+    total = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for start in range(0, H, BLOCK_H):
+        cols = start + tl.arange(0, BLOCK_H)
+        mask = (cols < H) & here
+        x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + column * w_stride_v + cols.to(tl.int64) * w_stride_h, mask=mask, other=0.0).to(tl.float32)
+        total += x * w
+    z = tl.sum(total, axis=0)
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)
+    if ROUNDED:
+        z = z.to(x_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + at, tl.where(here, z, 0.0))
+
+
+@jit
+def scale_rows_kernel(
+    x_ptr, p_ptr, scaled_ptr, factor_ptr, own_ptr, entry_ptr, count_ptr, scale_ptr, H, x_stride, p_stride,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Write r x, zeros where r is 0 or the row is past the count, and put the entry of its own class into P."""
+    row = tl.program_id(0).to(tl.int64)
+    inside = row < tl.load(count_ptr)
+    r = tl.load(factor_ptr + row, mask=inside, other=0.0)
+    if scale_ptr is not None:
+        r *= tl.load(scale_ptr)
+    counts = inside & (r != 0.0)
+    for start in range(0, H, BLOCK_H):
+        cols = start + tl.arange(0, BLOCK_H)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=(cols < H) & counts, other=0.0).to(tl.float32)
+        tl.store(scaled_ptr + row * H + cols, (x * r).to(scaled_ptr.dtype.element_ty), mask=cols < H)
+    own = tl.load(own_ptr + row, mask=inside, other=-1).to(tl.int64)
+    entry = tl.load(entry_ptr + row, mask=inside, other=0.0)
+    tl.store(p_ptr + row * p_stride + own, entry.to(p_ptr.dtype.element_ty), mask=inside & (own >= 0))
+
+
+@jit
+def put_entries_kernel(p_ptr, column_ptr, entry_ptr, count_ptr, K, p_stride, BLOCK_K: tl.constexpr):
+    """Put the entries `[M, K]` of a row into their columns of P; one that is elsewhere is negative."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    inside = (k < K) & (row < tl.load(count_ptr))
+    column = tl.load(column_ptr + row * K + k, mask=inside, other=-1).to(tl.int64)
+    entry = tl.load(entry_ptr + row * K + k, mask=inside, other=0.0)
+    tl.store(p_ptr + row * p_stride + column, entry.to(p_ptr.dtype.element_ty), mask=inside & (column >= 0))
+
+
+@jit
+def input_gradient_kernel(
+    p, w, weight_ptr, dx_ptr, factor_ptr, own_ptr, count_ptr, place_ptr, V, H, M, p_stride, w_stride_v, w_stride_h,
+    DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of r (P W) + e W_t, `factor [2, M]` r and e, in the rows of dx that `place` says."""
+    end = tl.load(count_ptr)
+    tiles_m, tiles_n = tl.cdiv(end, BLOCK_M), tl.cdiv(H, BLOCK_N)
+    tile = tl.program_id(0)
+    if tile >= tiles_m * tiles_n:
+        return
+    group = tile // (GROUP_M * tiles_n)
+    group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    first_row, first_col = (group * GROUP_M + within % group_rows) * BLOCK_M, (within // group_rows) * BLOCK_N
+    dx = product(
+        p, w, first_row, first_col, end, H, V, p_stride, 1, w_stride_h, w_stride_v,
+        DESCRIBED, False, False, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+    )  # fmt: skip
+    rows, cols = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
+    inside = rows < end
+    r = tl.load(factor_ptr + rows, mask=inside, other=0.0)
+    e = tl.load(factor_ptr + M + rows, mask=inside, other=0.0)
+    own = tl.load(own_ptr + rows, mask=inside, other=-1).to(tl.int64)
+    place = rows.to(tl.int64)
+    if place_ptr is not None:
+        place = tl.load(place_ptr + rows, mask=inside, other=0)
+    offsets = cols[None, :].to(tl.int64) * w_stride_h
+    has_own = (own >= 0)[:, None] & (cols < H)[None, :]
+    w_t = tl.load(weight_ptr + own[:, None] * w_stride_v + offsets, mask=has_own, other=0.0).to(tl.float32)
+    dx = dx * r[:, None] + w_t * e[:, None]
+    mask = inside[:, None] & (cols < H)[None, :]
+    tl.store(dx_ptr + place[:, None] * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def weight_gradient_kernel(
+    p, x, total, count_ptr, scale_ptr, V, H, p_stride, x_stride,
+    ADD: tl.constexpr, DESCRIBED: tl.constexpr, T_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of P^T x over the rows that count, or add it to what is there, rounded once."""
+    end = tl.load(count_ptr)
+    if ADD:  # noqa: SIM102  Triton evaluates both sides of an `and`
+        if end == 0:
+            return
+    tiles_m, tiles_n = tl.cdiv(V, BLOCK_M), tl.cdiv(H, BLOCK_N)
+    tile = tl.program_id(0)
+    group = tile // (GROUP_M * tiles_n)
+    group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    first_row, first_col = (group * GROUP_M + within % group_rows) * BLOCK_M, (within // group_rows) * BLOCK_N
+    dw = product(
+        p, x, first_row, first_col, V, H, end, 1, p_stride, 1, x_stride,
+        DESCRIBED, True, False, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+    )  # fmt: skip
+    if scale_ptr is not None:
+        dw *= tl.load(scale_ptr)
+    if T_DESCRIBED:
+        if ADD:
+            dw += total.load([first_row, first_col]).to(tl.float32)
+        total.store([first_row, first_col], dw.to(total.dtype))
+    else:
+        rows, cols = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
+        mask = (rows < V)[:, None] & (cols < H)[None, :]
+        total_ptrs = total + rows.to(tl.int64)[:, None] * H + cols[None, :]
+        if ADD:
+            dw += tl.load(total_ptrs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(total_ptrs, dw.to(total.dtype.element_ty), mask=mask)
+
+
+@jit
+def bias_gradient_kernel(
+    p_ptr, factor_ptr, total_ptr, count_ptr, V, p_stride, scale, ADD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Compute the sums of r P over the rows that count, or add them to what is there, in float32."""
+    cols = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    end = tl.load(count_ptr)
+    total = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    for start in range(0, end, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        r = tl.load(factor_ptr + rows, mask=rows < end, other=0.0)
+        mask = (rows < end)[:, None] & (cols < V)[None, :]
+        p = tl.load(p_ptr + rows.to(tl.int64)[:, None] * p_stride + cols[None, :], mask=mask, other=0.0)
+        total += tl.sum(tl.where((r != 0.0)[:, None], p.to(tl.float32) * r[:, None], 0.0), axis=0)
+    total *= tl.cast(scale, tl.float32)
+    if ADD:
+        total += tl.load(total_ptr + cols, mask=cols < V, other=0.0)
+    tl.store(total_ptr + cols, total, mask=cols < V)

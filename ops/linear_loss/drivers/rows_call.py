@@ -1,0 +1,136 @@
+"""A call of a loss whose rows are softmaxes of a linear layer, and the rows that it is about."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.ops.linear_loss.chunked import CompactedTokens, LinearCall
+from llmk.ops.linear_loss.engine import SoftmaxRows
+from llmk.ops.linear_loss.kernels import Implementation
+from llmk.ops.linear_loss.plan import Plan, kept_rows, plan
+from llmk.ops.linear_loss.products import Transform, Weights
+from llmk.ops.linear_loss.projection import ALIGNED, Gradients
+from llmk.ops.linear_loss.support import Support
+from llmk.registry import cdiv
+
+NOT_IGNORED = -1
+"""An index to ignore that no class has."""
+SPARE = 2
+"""Elements of `kept_buffer` past the exponentials."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsCall(LinearCall):
+    """A linear layer each of whose rows gives a few numbers."""
+
+    ignore_index: int = NOT_IGNORED
+
+    @property
+    def clears_rows(self) -> bool:
+        return False  # the kernels read no row past the count
+
+    def can_compact(self, impl: Implementation) -> bool:
+        """Return True if the tokens that do not count are skipped: torch's float32 products have no count on a GPU."""
+        return self.skip_ignored and (impl.on_host or self.input.dtype != torch.float32)
+
+    @property
+    def rounds_logits(self) -> bool:
+        return not self.float32_logits and self.input.dtype != torch.float32
+
+    @property
+    def transform(self) -> Transform:
+        raise NotImplementedError
+
+    def row_classes(self) -> Tensor:
+        """Return the classes of each token that are asked for, `[N, K]`."""
+        raise NotImplementedError
+
+    def class_weights(self) -> Tensor | None:
+        """Return this rank's class weights in a sum of logits, None where there is none."""
+        return None
+
+    def row_plan(self, impl: Implementation, group: int = 1) -> Plan:
+        sizes = self.tokens.numel(), self.input.shape[-1], self.mean_classes
+        return plan(*sizes, self.input.dtype, on_host=impl.on_host, chunk_size=self.chunk_size, group=group)
+
+    def softmax_rows(
+        self, impl: Implementation, compacted: CompactedTokens, chosen: Plan | None = None, **options: Any
+    ) -> SoftmaxRows:
+        """Return the rows of this call's tokens, which are compacted already."""
+        bias = self.linear_bias
+        weights = Weights(
+            self.linear_weight,
+            None if bias is None else bias.contiguous(),
+            self.class_weights(),
+            self.transform,
+        )
+        return SoftmaxRows(
+            compacted,
+            self.input.reshape(-1, self.input.shape[-1]),
+            weights,
+            self.shard,
+            self.row_classes(),
+            self.ignore_index,
+            self.row_plan(impl) if chosen is None else chosen,
+            by_kernels=not impl.on_host,
+            **options,
+        )
+
+    @property
+    def kept_element(self) -> int:
+        """The bytes of an exponential that is kept: a CPU computes in float32."""
+        return 4 if self.input.is_cpu else self.input.dtype.itemsize
+
+    def kept_buffer(self, keep: bool) -> Tensor:
+        """Return a buffer for the exponentials of all rows, or of none: see `kept_matrix`.
+
+        Its size is a function of sizes alone, so that fakes have the same. It is never empty, because PyTorch traces
+        tensors without elements apart.
+        """
+        rows = kept_rows(math.prod(self.tokens), self.mean_classes, self.kept_element) if keep else 0
+        dtype = torch.float32 if self.kept_element == 4 else self.input.dtype
+        elements = rows * self.kept_columns + SPARE
+        return torch.empty((elements,), dtype=dtype, device=self.input.device)
+
+    @property
+    def kept_columns(self) -> Any:
+        columns: Any = torch.sym_max(self.linear_weight.shape[0], 1)
+        return cdiv(columns, ALIGNED) * ALIGNED
+
+    def kept_matrix(self, kept: Tensor) -> Tensor | None:
+        """Return the exponentials `[N, V]` of a `kept_buffer`, None where it has none."""
+        columns, V = self.kept_columns, self.linear_weight.shape[0]
+        if kept.numel() < columns:
+            return None
+        return kept[: kept.numel() // columns * columns].view(-1, columns)[:, :V]
+
+
+def gradients_of(
+    rows: SoftmaxRows, need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+) -> Gradients:
+    """Return gradients to add to, of the rows' input, weight and bias."""
+    return Gradients(rows.projection, rows.compacted, need, dtypes, rows.plan.rounded_sums)
+
+
+def supports(tensor: Tensor | None) -> Support | None:
+    return None if tensor is None else Support(tensor.reshape(-1, tensor.shape[-1]))
+
+
+def check_classes(impl: Implementation, classes: Tensor, call: RowsCall) -> None:
+    """Check on the host that classes are classes or are to be ignored; a fake tensor's are not known.
+
+    Raises:
+        IndexError: One is neither.
+    """
+    if not impl.on_host or type(classes) is not Tensor:
+        return
+    ids = classes.long()
+    wrong = (ids != call.ignore_index) & ((ids < 0) | (ids >= call.num_classes))
+    if bool(wrong.any()):
+        raise IndexError(
+            f"target: expected class indices in [0, {call.num_classes}) or ignore_index {call.ignore_index}, "
+            f"got {int(ids[wrong][0])}"
+        )

@@ -1,0 +1,329 @@
+"""The loop over the chunks of a loss over a vocabulary, and its two schedules.
+
+Where a loss is local to a chunk of whole groups, its gradients are made in the forward pass: the statistics of a chunk
+give the rows' results, the objective is a plain function of these, autograd differentiates it, and the chunk's
+exponentials, scaled, are what the products of the gradients read. Three products in all.
+
+Where it is not, or each row has an incoming gradient of its own, a first pass gives all results and a second one the
+gradients: of exponentials that were kept, or with the logits made once more.
+
+So they are made again within a chunk where the gradient is no multiple of the exponentials: that of an entropy, of
+label smoothing, of float16, whose range holds no exponentials, and over supports.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
+from llmk.ops.linear_loss.plan import Plan
+from llmk.ops.linear_loss.products import FLOAT16_SCALE, Transform, Weights
+from llmk.ops.linear_loss.projection import (
+    LARGEST_EXPONENT,
+    Chunk,
+    Gradients,
+    KernelProjection,
+    MatrixProjection,
+    RowMatrix,
+    matrix,
+    projection_of,
+)
+from llmk.ops.linear_loss.softmax import (
+    STATISTICS,
+    Coefficients,
+    RowGradients,
+    RowResults,
+    Statistics,
+    coefficients,
+    row_results,
+)
+from llmk.ops.linear_loss.support import Support
+from llmk.registry import gradient_of
+
+
+class Objective(Protocol):
+    """A loss as a function of what rows give."""
+
+    def value(self, rows: slice, results: RowResults) -> Tensor:
+        """Return the sum over some rows, which are whole groups."""
+        ...
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes of a chunk's rows whose probabilities are asked for, and the one that is left out of its sums."""
+
+    ids: Tensor  # int64 [M, K]
+    columns: Tensor  # int32 [M, K] among this rank's classes; negative where a class does not count or is elsewhere
+    counts: Tensor  # bool [M, K]
+    y: Tensor  # float32 [M, K], transformed logits, NaN of a class that is none
+    slopes: Tensor | None  # float32 [M, K], dy / dz
+    best: Tensor | None  # int64 [M, 1], which of them is the row's own; None where there is one
+
+    def own(self, values: Tensor) -> Tensor:
+        """Return the values `[M]` of the rows' own classes, of those of all `[M, K]`."""
+        return values.squeeze(1) if self.best is None else values.gather(1, self.best).squeeze(1)
+
+
+@dataclass
+class SoftmaxRows:
+    """The rows of a loss over a vocabulary, in chunks.
+
+    Attributes:
+        compacted: Which tokens the rows are.
+        weights: The linear layer, its transform, and the class weights of `RowResults.weighted`.
+        shard: The classes of this rank; None for all.
+        classes: `[N, K]`, int32 or int64.
+        ignore_index: A class that does not count.
+        by_kernels: On a GPU, where 16-bit rows take kernels.
+        moments: The entropy is asked for.
+        leaves_out_own: A row's class is left out of its sums; else they are of all classes.
+        support: Classes over which each row's softmax is.
+    """
+
+    compacted: CompactedTokens
+    x: Tensor  # [N, H]
+    weights: Weights
+    shard: VocabShard | None
+    classes: Tensor
+    ignore_index: int
+    plan: Plan
+    by_kernels: bool
+    moments: bool = False
+    leaves_out_own: bool = True
+    support: Support | None = None
+    projection: KernelProjection | MatrixProjection = field(init=False)
+    _all: tuple[Chunk, Classes] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.projection = projection_of(self.x, self.weights, self.shard, self.by_kernels)
+        self._ids = ids = self.classes.long()
+        self._counts = ids != self.ignore_index  # int32 would wrap an index that it does not hold
+        self._valid = self._counts & (ids >= 0) & (ids < self.num_classes)
+        columns = ids - self.first_class
+        here = self._valid & (columns >= 0) & (columns < self.weights.weight.shape[0])
+        self._columns = columns.masked_fill(~here, -1).int()
+
+    @property
+    def transform(self) -> Transform:
+        return self.weights.transform
+
+    @property
+    def num_classes(self) -> int:
+        return self.weights.weight.shape[0] if self.shard is None else self.shard.num_classes
+
+    @property
+    def first_class(self) -> int:
+        return 0 if self.shard is None else self.shard.first_class
+
+    def chunks(self) -> Iterator[slice]:
+        """Yield the rows of each chunk."""
+        N = self.x.shape[0]
+        for start in range(0, N, self.plan.chunk_rows):
+            yield slice(start, min(start + self.plan.chunk_rows, N))
+
+    def row_matrix(self) -> Tensor:
+        """Return an uninitialized P for the rows of a chunk."""
+        rows = min(self.plan.chunk_rows, self.x.shape[0])
+        return matrix(rows, self.weights.weight.shape[0], self.projection.p_dtype, self.x.device)
+
+    def chunk(self, rows: slice) -> tuple[Chunk, Classes]:
+        """Return some rows and their classes."""
+        if not isinstance(self.projection, KernelProjection):
+            return self._prepared(rows)
+        if self._all is None:  # the logits of all rows' classes at once
+            self._all = self._prepared(slice(0, self.x.shape[0]))
+        return tuple(self._cut(each, rows) for each in self._all)
+
+    def _cut(self, whole: Any, rows: slice) -> Any:
+        """Return those of some rows of what is of all."""
+        tensors = {name: value[rows] for name, value in vars(whole).items() if isinstance(value, Tensor)}
+        if isinstance(whole, Chunk):
+            tensors |= {"rows": rows, "count": self._count(rows)}
+        return replace(whole, **tensors)
+
+    def _count(self, rows: slice) -> Tensor:
+        """Return the number of some rows that count, as far as the device knows it, int32 `[1]`."""
+        if self.compacted.count is None:
+            return torch.full((1,), rows.stop - rows.start, dtype=torch.int32, device=self.x.device)
+        return self.compacted.count.end(rows)
+
+    def _prepared(self, rows: slice) -> tuple[Chunk, Classes]:
+        ids, counts, columns = self._ids[rows], self._counts[rows], self._columns[rows]
+        z = self.projection.logits(rows, columns)
+        if self.shard is not None:  # each class is on one rank: the sum is its logit
+            z = self.shard.gather(z.contiguous()).view(self.shard.ranks, *z.shape).sum(0)
+        y, slopes = self.transform(z)
+        y = y.masked_fill(~self._valid[rows], float("nan"))
+        best, mask = None, counts.squeeze(1)
+        if ids.shape[1] > 1:
+            best, mask = y.masked_fill(~counts, float("-inf")).argmax(-1, keepdim=True), counts.any(-1)
+        classes = Classes(ids, columns, counts, y, slopes, best)
+        own, y_own, slope_own = (None if each is None else classes.own(each) for each in (columns, y, slopes))
+        assert own is not None
+        assert y_own is not None
+        if not self.leaves_out_own:
+            own, y_own = torch.full_like(own, -1), torch.full_like(y_own, float("-inf"))
+        if self.support is not None:
+            cuts = self.support.cuts(rows)
+            mask, own = mask & ~cuts, own.masked_fill(cuts, -1)
+        y_own = y_own.masked_fill(~mask, 0.0)
+        # A logit of +inf that counts makes its row NaN; as a reference it says that a row does not count.
+        reference = y_own.masked_fill(y_own == float("inf"), float("nan")).masked_fill(~mask, float("inf"))
+        count = self._count(rows) if self.compacted.count is None else self.compacted.count.counts
+        return Chunk(rows, mask, count, own, y_own, reference, slope_own), classes
+
+    def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Statistics, RowResults, Tensor]:
+        """Return a chunk's statistics, its results, and if the own class is the largest; write exponentials to P."""
+        stats, weighted, is_largest, own_results = self.projection.statistics(chunk, p, self.moments)
+        if own_results is not None and self.has_one_class:
+            logprobs, *others = own_results.unbind()
+            return stats, RowResults(logprobs.unsqueeze(1), *others), is_largest
+        results = row_results(stats, classes.y, weighted, classes.counts)
+        if self.support is not None:
+            stats, results = self.support.results(self, chunk.rows, classes, stats, results)
+        return stats, results, is_largest
+
+    @property
+    def has_one_class(self) -> bool:
+        """True if each row has one class, which is left out of its sums, and a softmax over all."""
+        return self.classes.shape[1] == 1 and self.leaves_out_own and self.support is None
+
+    def exponentials_serve(self, grads: RowGradients) -> bool:
+        """Return True if exponentials that are stored give the gradient."""
+        return self.has_one_class and grads.is_scaled_exponentials and self.projection.keeps_exponentials
+
+    def matrix_of(
+        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, p: Tensor, exponentials: bool
+    ) -> RowMatrix:  # fmt: skip
+        """Return what the products of the gradients read, given P with the exponentials or to be made."""
+        if exponentials:
+            return self.projection.exponentials(chunk, stats, grads, p)
+        grads = grads.masked(classes.counts)
+        class_weight = self.weights.class_weight
+        if class_weight is not None:
+            here = classes.columns >= 0
+            class_weight = class_weight[classes.columns.clamp(min=0).long()].float().masked_fill(~here, 0.0)
+        is_own = torch.zeros_like(classes.counts)
+        if self.leaves_out_own:
+            is_own = (classes.ids == classes.own(classes.ids).unsqueeze(1)) & classes.counts
+        row = coefficients(stats, classes.y, grads, classes.ids, is_own, class_weight)
+        return self._made_matrix(chunk, classes, stats, grads, row, p)
+
+    def _made_matrix(
+        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, row: Coefficients, p: Tensor
+    ) -> RowMatrix:  # fmt: skip
+        """Make the gradient of a chunk's logits; float16 takes a power of two out of each row."""
+        factor, (a, b, entries), u = self.transform.factor, row, grads.weighted
+        entries = entries * (factor if classes.slopes is None else classes.slopes)
+        size = torch.ones_like(a)
+        if p.dtype == torch.float16:
+            size = self._power_of_two(grads, a)
+            a, b, u = a / size, b / size, None if u is None else u / size
+        self.projection.gradients(chunk, stats.reference, a, b, u, p)
+        row_factor = (size * factor).masked_fill(~classes.counts.any(-1), 0.0)
+        columns, stored = classes.columns, entries / (size * factor).unsqueeze(-1)
+        own_entry, own_stored = classes.own(entries), classes.own(stored)
+        unit = FLOAT16_SCALE if p.dtype == torch.float16 else 1.0
+        lost = own_entry - row_factor * ((own_stored * unit).to(p.dtype).float() / unit)
+        factors = torch.stack((row_factor, lost.masked_fill(chunk.own < 0, 0.0)))
+        if self.has_one_class:
+            return RowMatrix(p, factors, own_stored)
+        if self.support is not None:
+            own = self.support.entries(self, chunk, classes, stats, grads)
+            columns = columns.masked_fill(self.support.cuts(chunk.rows).unsqueeze(-1), -1)
+            columns = torch.cat((columns, own[0]), -1)
+            stored = torch.cat((stored, own[1] / (size * factor).unsqueeze(-1)), -1)
+        return RowMatrix(p, factors, own_stored, columns.contiguous(), stored.contiguous())
+
+    def _power_of_two(self, grads: RowGradients, like: Tensor) -> Tensor:
+        """Return powers of two `[M]` that no element of a row's gradient exceeds."""
+        bound = torch.zeros_like(like)
+        if grads.logprobs is not None:
+            bound = bound + grads.logprobs.abs().sum(-1)
+        if grads.entropy is not None:
+            # p |log p + H| is at most log V + 1
+            bound = bound + grads.entropy.abs() * (math.log(self.num_classes) + 1)
+        if grads.logsumexp is not None:
+            bound = bound + grads.logsumexp.abs()
+        if grads.weighted is not None and self.weights.class_weight is not None:
+            bound = bound + grads.weighted.abs() * self.weights.class_weight.abs().amax().float()
+        exponent = torch.frexp(torch.where(bound.isfinite() & (bound > 0), bound, 0.5)).exponent
+        return torch.ldexp(torch.ones_like(bound), exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT))
+
+
+class RowParts:
+    """The statistics and results of rows, gathered chunk by chunk, and if the own class is the largest."""
+
+    def __init__(self, rows: SoftmaxRows) -> None:
+        self.parts: list[tuple[Tensor, RowResults, Tensor]] = []
+        if rows.x.shape[0] == 0:
+            row = torch.zeros((0,), dtype=torch.float32, device=rows.x.device)
+            results = RowResults(row.expand(rows.classes.shape[1], 0).t(), row, row, row)
+            self.parts.append((row.expand(STATISTICS, 0), results, row.bool()))
+
+    def add(self, stats: Statistics, results: RowResults, largest: Tensor) -> None:
+        self.parts.append((stats.values, results, largest))
+
+    def whole(self) -> tuple[Tensor, RowResults, Tensor]:
+        """Return the statistics `[5, N]`, the results, and the mask `[N]`."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        stats, results, largest = zip(*self.parts, strict=True)
+        whole = RowResults(*(torch.cat(each) for each in zip(*results, strict=True)))
+        return torch.cat(stats, -1), whole, torch.cat(largest)
+
+
+def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) -> tuple[Tensor, RowResults, Tensor]:
+    """Make the results and the gradients of a loss that is local to each chunk."""
+    parts, p = RowParts(rows), rows.row_matrix()
+    for block in rows.chunks():
+        chunk, classes = rows.chunk(block)
+        part = p[: block.stop - block.start]
+        stats, results, largest = rows.results(chunk, classes, part if rows.projection.keeps_exponentials else None)
+        parts.add(stats, results, largest)
+        _, grads = gradient_of(lambda *given, block=block: objective.value(block, RowResults(*given)), *results)
+        serves = rows.exponentials_serve(given := RowGradients(*grads))
+        gradients.add(chunk, rows.matrix_of(chunk, classes, stats, given, part, serves))
+    return parts.whole()
+
+
+def first_pass(rows: SoftmaxRows, kept: Tensor | None = None) -> tuple[Tensor, RowResults, Tensor]:
+    """Make the results of all rows, and their exponentials where `kept [N, V]` has room for them."""
+    parts = RowParts(rows)
+    for block in rows.chunks():
+        chunk, classes = rows.chunk(block)
+        stats, results, largest = rows.results(chunk, classes, None if kept is None else kept[block])
+        if kept is not None:
+            own = rows.projection.own_entries(chunk, stats)
+            rows.projection.put(kept[block], chunk.own.unsqueeze(-1), own.unsqueeze(-1), chunk.count)
+        parts.add(stats, results, largest)
+    return parts.whole()
+
+
+def second_pass(
+    rows: SoftmaxRows,
+    stats: Tensor,
+    row_gradients: Callable[[slice, RowResults], RowGradients],
+    gradients: Gradients,
+    kept: Tensor | None = None,
+) -> None:
+    """Make the gradients, given the statistics `[5, N]` of a first pass and a function for those of the results.
+
+    Exponentials that were kept serve as they are where they do; what is `weighted` in the results is not made again.
+    """
+    p = rows.row_matrix() if kept is None else None
+    for block in rows.chunks():
+        chunk, classes = rows.chunk(block)
+        of_rows = Statistics(stats[:, block])
+        results = row_results(of_rows, classes.y, torch.zeros_like(of_rows.rest), classes.counts)
+        grads = row_gradients(block, results)
+        serves = kept is not None and rows.exponentials_serve(grads)
+        if p is None and not serves:
+            p = rows.row_matrix()
+        part = kept[block] if kept is not None and serves else p[: block.stop - block.start]
+        gradients.add(chunk, rows.matrix_of(chunk, classes, of_rows, grads, part, serves))

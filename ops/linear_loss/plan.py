@@ -1,0 +1,109 @@
+"""The plan of a loss over a vocabulary: how many rows of P exist at a time, and in what dtype dW is summed.
+
+    memory   dW's sums + C V e, of a chunk of C rows; in the backward pass dW twice, as it is scaled
+    time     3 products of 2 N V H FLOPs, and for each chunk what it reads of W and what it reads and writes of dW
+
+dW is summed in the weight's own dtype over up to ROUNDED_CHUNKS chunks: each adds its float32 product to what is there
+and rounds once. With rows and exponentials that are rounded the accuracy rule has no room for more; beyond, and in
+float16, it is summed in float32. The plan whose time times memory ** MEMORY_EXPONENT is least is chosen, so that none
+is chosen that another one beats in both.
+
+Where a second pass makes the gradients, the exponentials of all rows are kept for it if they fit KEPT_BUDGET.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmk.registry import cdiv
+
+FLOPS = 7.8e14
+"""A second, of products of bfloat16 matrices on an H100, as what follows is."""
+BYTES = 3e12
+"""Read or written a second."""
+EXPOSED = 0.46
+"""The part of a chunk's traffic of weights that its products do not hide."""
+MEMORY_EXPONENT = 0.15
+"""A plan may take 1.5% more time where it takes 10% less memory."""
+CPU_LOGITS = 2**20
+"""Elements of one chunk's logits on a CPU: they stay in cache."""
+ROW_MULTIPLE = 128
+"""A chunk is a multiple of it, which keeps the products' tiles whole."""
+ROUNDED_CHUNKS = 2
+"""The most chunks over which dW is summed in the weight's own dtype."""
+MOST_CHUNKS = 64
+GROUP_BUDGET = 8 * 2**30
+"""The most bytes that one group's P may take for the logits to be made once."""
+KEPT_BUDGET = 2 * 2**30
+"""The most bytes of exponentials that are kept for a second pass, which other losses of the same step may add to."""
+FLOAT32_MATRICES = 3
+"""Float32 matrices of a chunk that plain PyTorch holds beside P."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a loss over N rows is computed: rows whose P exists at a time, and if dW is summed in its own dtype."""
+
+    chunk_rows: int
+    rounded_sums: bool
+
+
+def kept_rows(N: Any, V: Any, element: int) -> Any:
+    """Return N if the exponentials of N rows are kept for a second pass, else 0; sizes may be symbolic."""
+    fit = KEPT_BUDGET // (torch.sym_max(N, 1) * torch.sym_max(V, 1) * element)
+    return N * torch.sym_min(fit, 1)
+
+
+def fits(group: int, V: int, element: int) -> bool:
+    """Return True if the P of one group of rows exists at a time."""
+    return group * V * element <= GROUP_BUDGET
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(
+    N: int, H: int, V: int, dtype: torch.dtype, *, on_host: bool, chunk_size: int = 0, group: int = 1
+) -> Plan:  # fmt: skip
+    """Choose the plan of a loss over N rows of H features and V classes, in chunks of whole groups of rows."""
+    if not V * H > 0 or N == 0:
+        return Plan(max(N, group, 1), True)
+    if on_host:
+        chunk_size = chunk_size or max(64, CPU_LOGITS // V)
+    if chunk_size:
+        rows = max(chunk_size // group, 1) * group
+        return Plan(rows, _rounded(N, rows, dtype))
+    unit = group if group > 1 else ROW_MULTIPLE
+    units = cdiv(N, unit)
+    candidates = {cdiv(units, n) * unit for n in range(1, MOST_CHUNKS + 1)}
+    return min(
+        (Plan(rows, _rounded(N, rows, dtype)) for rows in candidates), key=lambda each: _price(N, H, V, dtype, each)
+    )
+
+
+def _rounded(N: int, rows: int, dtype: torch.dtype) -> bool:
+    return dtype != torch.float16 and cdiv(N, rows) <= ROUNDED_CHUNKS
+
+
+def memory(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> int:
+    """Return the bytes that a plan holds at its peak, besides the input, the weight and dx."""
+    matrices = 1 + FLOAT32_MATRICES if dtype == torch.float32 else 1
+    weight = V * H * dtype.itemsize
+    sums = weight if plan.rounded_sums else 4 * V * H
+    return max(sums + matrices * min(plan.chunk_rows, N) * V * dtype.itemsize, 2 * weight)
+
+
+def _price(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> float:
+    weight = V * H * dtype.itemsize
+    sums = weight if plan.rounded_sums else 4 * V * H
+    time = 6 * N * V * H / FLOPS + cdiv(N, plan.chunk_rows) * EXPOSED * (3 * weight + 2 * sums) / BYTES
+    return time * memory(N, H, V, dtype, plan) ** MEMORY_EXPONENT
+
+
+def described(N: int, H: int, V: int, dtype: torch.dtype, *, on_host: bool, chunk_size: int = 0) -> str:
+    """Say what the chosen plan is."""
+    chosen = plan(N, H, V, dtype, on_host=on_host, chunk_size=chunk_size)
+    element = 32 if on_host else 8 * dtype.itemsize
+    parts = [f"{min(chosen.chunk_rows, N)} tokens a chunk, no logits in memory but {element}-bit exponentials"]
+    parts.append(f"the gradient of the weight summed in {8 * dtype.itemsize if chosen.rounded_sums else 32} bits")
+    return ", ".join(parts) + f": {memory(N, H, V, dtype, chosen) / 2**20:.0f} MiB by the plan's model"

@@ -1,0 +1,322 @@
+r"""The three products of a loss over a vocabulary, each with what stands around it in its epilogue.
+
+A chunk of C rows x [C, H] meets the weight W [V, H] three times:
+
+    P  = exp(y - reference), y the transformed x W^T + b      [C, V]   `launch_logits`
+    dx = r (P W) + e W_t                                      [C, H]   `input_gradient`
+    dW = P^T (r x)                                            [V, H]   `weight_gradient`
+
+No logits are stored. P has the dtype of x: it is rounded once, where it is made, and its column of the row's own class
+is 0 until `scale_rows` puts what belongs there. A row past the count, which is read from the device, is not computed,
+and a row whose reference is +inf is zeros, whatever it holds.
+
+A product has one float32 sum along its whole contraction: a row's bits depend neither on the tile nor on the number of
+rows. Sums of a row are made in parts of COLUMNS classes, which `combine` adds in their order.
+
+Operands are read through tensor descriptors, which are bulk copies on Hopper and Blackwell, where addresses and strides
+are multiples of 16 bytes; by pointers elsewhere.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmk.ops.common.math import cap_cpu, cap_slope_cpu
+from llmk.ops.linear_loss._products_kernels import (
+    bias_gradient_kernel,
+    coefficients_kernel,
+    combine_kernel,
+    gather_kernel,
+    input_gradient_kernel,
+    list_kernel,
+    logits_kernel,
+    put_entries_kernel,
+    scale_rows_kernel,
+    statistics_kernel,
+    target_logits_kernel,
+    weight_gradient_kernel,
+)
+from llmk.ops.linear_loss.softmax import STATISTICS
+from llmk.registry import cdiv, empty, next_power_of_2, num_programs, wrap_triton
+from llmk.registry.devices import INTERPRET, shared_memory
+from llmk.registry.launch import describable, descriptor
+
+COLUMNS = 256
+"""The classes of a tile of logits, over which one partial sum of a row is."""
+FLOAT16_SCALE = 2.0**15
+"""What is stored of a float16 P is so many times as large: its numbers are at most 1, and the small ones are kept."""
+FAR = 60.0
+"""A row whose own logit is so many nats below its largest has exponentials relative to that one. Beyond, r x leaves
+bfloat16's normal numbers; the exponentials themselves leave its range at 88."""
+LEAST_FACTOR = 2.0**-30
+"""A row's factor is no smaller part of its own class's gradient: so the entry of that, their ratio, is a number."""
+SMALL_SHARED_MEMORY = 200 * 1024
+
+
+class Transform(NamedTuple):
+    """The transform of logits before their softmax: y = outer * cap(inner * z), in float32."""
+
+    inner: float = 1.0
+    outer: float = 1.0
+    softcap: float = 0.0
+    rounded: bool = False  # logits are rounded to the dtype of the rows first
+
+    @property
+    def factor(self) -> float:
+        """The part of dy / dz that is the same for all logits and is not in P."""
+        return 1.0 if self.softcap else self.inner * self.outer
+
+    def __call__(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return y and dy / dz of float32 logits, None where that is `factor`."""
+        if not self.softcap:
+            return (z if self.factor == 1.0 else z * self.factor), None
+        u = z * self.inner
+        return cap_cpu(u, self.softcap) * self.outer, cap_slope_cpu(u, self.softcap) * (self.inner * self.outer)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of a product and its launch."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    def arguments(self) -> dict[str, int]:
+        return {
+            "BLOCK_M": self.rows,
+            "BLOCK_N": self.columns,
+            "BLOCK_K": self.depth,
+            "NUM_STAGES": self.stages,
+            "num_warps": self.warps,
+        }
+
+
+def logits_tile(device: torch.device) -> Tile:
+    """Return the tile of logits, whose width is the same for any number of rows: so are a row's sums.
+
+    H100, 4096 rows, of cuBLAS's time for the bare product: 128 x 256 x 64 1.02 to 1.06, 256 x 128 1.16, 128 x 128 1.21.
+    """
+    if INTERPRET:
+        return Tile(16, 32, 16, 4, 1)
+    if shared_memory(device) >= SMALL_SHARED_MEMORY:
+        return Tile(128, COLUMNS, 64, 8, 3)
+    return Tile(64, COLUMNS, 32, 8, 2)
+
+
+def listed_tile() -> Tile:
+    """Return the tile of logits of listed rows, of which there are mostly none: one that is built soon."""
+    return Tile(16, 32, 16, 4, 1) if INTERPRET else Tile(16, COLUMNS, 32, 4, 2)
+
+
+def gradient_tile(rows: int, device: torch.device) -> Tile:
+    """Return the tile of a gradient of so many rows.
+
+    Few rows leave few tiles for the long contraction of dx. H100, 4096 x 128256, of cuBLAS's time: of 512 rows 1.02
+    with 128 x 128 (128 x 256: 1.44), of 128 rows 1.16 with 64 x 64 x 128.
+    """
+    if INTERPRET:
+        return Tile(16, 32, 16, 4, 1)
+    if shared_memory(device) < SMALL_SHARED_MEMORY:
+        return Tile(64, 128, 32, 8, 2)
+    if rows <= 256:
+        return Tile(64, 64, 128, 4, 3)
+    return Tile(128, 128, 64, 8, 3) if rows <= 768 else Tile(128, 256, 64, 8, 3)
+
+
+def row_block(H: int) -> int:
+    return min(1024, next_power_of_2(H))
+
+
+def target_logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor, first_class: int, rounded: bool
+) -> Tensor:
+    """Compute the float32 logits `[M, K]` of some classes of each row, 0 of those that the weight does not have."""
+    M, K = classes.shape
+    out = empty((M, K), torch.float32, x.device)
+    if M * K > 0:
+        wrap_triton(target_logits_kernel)[(M * K,)](
+            x, weight, bias, classes, out, K, *weight.shape, x.stride(0), *weight.stride(), first_class,
+            ROUNDED=rounded, BLOCK_H=row_block(x.shape[1]), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+class Rows(NamedTuple):
+    """Some rows of a projection, x `[M, H]`, contiguous in its last dimension, of which the first `count` count.
+
+    `numbers [4, M]` has their references and the coefficients of `gradients`, and `own` the column of the class that is
+    left out, negative for none.
+    """
+
+    x: Tensor
+    numbers: Tensor  # float32
+    own: Tensor  # int32 [M]
+    count: Tensor  # int32 [1]
+
+
+class Weights(NamedTuple):
+    """The weight of a projection and what a logit's epilogue takes besides it, contiguous."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    class_weight: Tensor | None  # [V]
+    transform: Transform
+
+
+def launch_logits(
+    rows: Rows, weights: Weights, p: Tensor | None, parts: Tensor | None = None, *, moments: bool = False,
+    gradients: bool = False, place: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write to P `[M, V]` exponentials, and their sums to `parts`, or gradients.
+
+    With `place` the rows are those of all others, and P has all.
+    """
+    weight, bias, class_weight, transform = weights
+    (M, H), V = rows.x.shape, weight.shape[0]
+    tile = logits_tile(rows.x.device) if place is None else listed_tile()
+    described = place is None and describable(rows.x) and describable(weight)
+    p_described = p is not None and described and describable(p)
+    tiles, pieces = cdiv(M, tile.rows) * cdiv(V, tile.columns), 8 if transform.softcap else 2
+    # Where rows are listed there are mostly none, and starting a program for each tile would take longer than to end.
+    programs = tiles if place is None else min(tiles, num_programs(rows.x.device, 4))
+    wrap_triton(logits_kernel)[(programs,)](
+        descriptor(rows.x, [tile.rows, tile.depth]) if described else rows.x,
+        descriptor(weight, [tile.columns, tile.depth]) if described else weight,
+        descriptor(p, [tile.rows, tile.columns // pieces]) if p is not None and p_described else p,
+        bias, class_weight, rows.numbers, rows.own, rows.count, place, parts,
+        rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(), 0 if p is None else p.stride(0),
+        transform.inner, transform.outer, transform.softcap or None,
+        GRADIENTS=gradients, MOMENTS=moments, ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
+        DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET, PROGRAMS=programs, PIECES=pieces,
+        **tile.arguments(),
+    )  # fmt: skip
+
+
+def part_sums(rows: Rows, V: int) -> Tensor:
+    """Return an uninitialized buffer for the parts of the rows' sums, `[4, tiles, M]`."""
+    tiles = cdiv(V, logits_tile(rows.x.device).columns)
+    return empty((4, tiles, rows.numbers.shape[1]), torch.float32, rows.x.device)
+
+
+def combined(parts: Tensor, count: Tensor, *, moments: bool, weighted: bool) -> Tensor:
+    """Add up the parts of the rows' sums, `[4, M]`: exponentials, the largest logit, moments, weighted logits."""
+    _, tiles, M = parts.shape
+    out = empty((4, M), torch.float32, parts.device)
+    wrap_triton(combine_kernel)[(cdiv(M, 16),)](
+        parts, count, out, M, tiles, MOMENTS=moments, WEIGHTED=weighted, BLOCK_M=16, BLOCK_T=32, num_warps=4
+    )
+    return out
+
+
+def row_statistics(sums: Tensor, y_own: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return statistics `[5, M]`, results `[4, M]` and flags, int8 `[2, M]`, of rows from their sums `[4, M]`."""
+    M = y_own.shape[0]
+    stats, results = (empty((n, M), torch.float32, sums.device) for n in (STATISTICS, 4))
+    flags = empty((2, M), torch.int8, sums.device)
+    wrap_triton(statistics_kernel)[(cdiv(M, 128),)](
+        sums, y_own, mask, stats, results, flags, M, FAR, BLOCK_M=128, num_warps=4
+    )
+    return stats, results, flags
+
+
+def exponential_coefficients(
+    stats: Tensor, mask: Tensor, own: Tensor, slope: Tensor | None, grads: tuple[Tensor | None, Tensor | None],
+    factor: float,
+) -> Tensor:  # fmt: skip
+    """Return r, what rounding the own entries loses, and these, `[3, M]`, where exponentials are the gradient.
+
+    Args:
+        stats: The rows' statistics, `[5, M]`.
+        mask: Mask of the rows that count.
+        own: The columns of their own classes, int32 `[M]`.
+        slope: dy / dz of their own classes, None where it is `factor`.
+        grads: The gradients of log-probabilities and logsumexps, `[M]`, None for zeros.
+        factor: The part of dy / dz that all logits have in common.
+    """
+    M = own.shape[0]
+    out = empty((3, M), torch.float32, own.device)
+    grad, lse_grad = grads
+    wrap_triton(coefficients_kernel)[(cdiv(M, 128),)](
+        stats, mask, own, slope, grad, lse_grad, out, M, stats.stride(0), 0 if grad is None else grad.stride(0),
+        factor, LEAST_FACTOR, BLOCK_M=128, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """List the rows of a mask `[M]`: their places `[M]`, and how many there are `[1]`, int32."""
+    M = mask.shape[0]
+    place, number = (empty((n,), torch.int32, mask.device) for n in (M, 1))
+    wrap_triton(list_kernel)[(1,)](mask, place, number, M, BLOCK_M=min(1024, next_power_of_2(M)), num_warps=4)
+    return place, number
+
+
+def gathered(x: Tensor, place: Tensor, count: Tensor, out: Tensor) -> None:
+    """Copy the rows of x at the first `count` places to `out`."""
+    M, H = x.shape
+    wrap_triton(gather_kernel)[(M,)](x, place, count, out, H, x.stride(0), BLOCK_H=row_block(H), num_warps=4)
+
+
+def scale_rows(
+    rows: Rows, p: Tensor, scaled: Tensor, factor: Tensor, entry: Tensor, scale: Tensor | None = None
+) -> None:
+    """Write r x to `scaled`, r times `scale` where given, and the entries `[M]` of the rows' own classes into P."""
+    M, H = rows.x.shape
+    wrap_triton(scale_rows_kernel)[(M,)](
+        rows.x, p, scaled, factor, rows.own, entry, rows.count, scale, H, rows.x.stride(0), p.stride(0),
+        BLOCK_H=row_block(H), num_warps=4,
+    )  # fmt: skip
+
+
+def put_entries(p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
+    """Put entries `[M, K]` into P at the columns `[M, K]`, int32; a negative one is elsewhere."""
+    M, K = columns.shape
+    wrap_triton(put_entries_kernel)[(M,)](
+        p, columns, entries, count, K, p.stride(0), BLOCK_K=next_power_of_2(K), num_warps=1
+    )
+
+
+def input_gradient(
+    rows: Rows, p: Tensor, weight: Tensor, factors: Tensor, dx: Tensor, place: Tensor | None = None
+) -> None:
+    """Write r (P W) + e W_t, given r and e as `factors [2, M]`, to the rows of dx, or to those that `place` says."""
+    (M, H), V = rows.x.shape, weight.shape[0]
+    tile = gradient_tile(M, p.device)
+    described = describable(p) and describable(weight)
+    wrap_triton(input_gradient_kernel)[(cdiv(M, tile.rows) * cdiv(H, tile.columns),)](
+        descriptor(p, [tile.rows, tile.depth]) if described else p,
+        descriptor(weight, [tile.depth, tile.columns]) if described else weight,
+        weight, dx, factors, rows.own, rows.count, place, V, H, M, p.stride(0), *weight.stride(),
+        DESCRIBED=described, WIDEN=INTERPRET, GROUP_M=8, **tile.arguments(),
+    )  # fmt: skip
+
+
+def weight_gradient(
+    p: Tensor, scaled: Tensor, total: Tensor, count: Tensor, *, add: bool, scale: Tensor | None = None
+) -> None:
+    """Write P^T (r x), times `scale` where given, to `total [V, H]`, or add it to what is there, rounded once."""
+    V, H = total.shape
+    tile = gradient_tile(V, p.device)
+    described = describable(p) and describable(scaled)
+    # A float32 tile stored through a descriptor needs as much shared memory as the operands.
+    total_described = described and total.dtype == p.dtype and describable(total)
+    wrap_triton(weight_gradient_kernel)[(cdiv(V, tile.rows) * cdiv(H, tile.columns),)](
+        descriptor(p, [tile.depth, tile.rows]) if described else p,
+        descriptor(scaled, [tile.depth, tile.columns]) if described else scaled,
+        descriptor(total, [tile.rows, tile.columns]) if total_described else total,
+        count, scale, V, H, p.stride(0), scaled.stride(0),
+        ADD=add, DESCRIBED=described, T_DESCRIBED=total_described, WIDEN=INTERPRET, GROUP_M=8, **tile.arguments(),
+    )  # fmt: skip
+
+
+def bias_gradient(p: Tensor, factor: Tensor, total: Tensor, count: Tensor, *, scale: float, add: bool) -> None:
+    """Write the sums over the rows of r P times `scale` to `total [V]`, float32, or add them to what is there."""
+    V = total.shape[0]
+    wrap_triton(bias_gradient_kernel)[(cdiv(V, 128),)](
+        p, factor, total, count, V, p.stride(0), scale, ADD=add, BLOCK_M=32, BLOCK_V=128, num_warps=4
+    )

@@ -1,0 +1,395 @@
+"""The projection of a loss over a vocabulary, a chunk of rows at a time, and its gradients.
+
+A `Projection` computes three things of a chunk: the logits of some classes, the statistics of its rows with their
+exponentials, and the gradients' matrix P where the exponentials do not serve. `Gradients` adds up what P gives. There
+are two of each: of 16-bit matrices on a GPU by the kernels of `products.py`, where no logits exist; and of float32
+matrices in plain PyTorch, where a chunk's logits become what P is. A CPU computes with the second in float32 whatever
+the dtype, and rounds at the end.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from llmk.ops.linear_loss import products
+from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
+from llmk.ops.linear_loss.products import FLOAT16_SCALE, Rows, Weights
+from llmk.ops.linear_loss.softmax import RowGradients, Statistics
+from llmk.registry import cdiv
+
+ALIGNED = 16
+"""The row stride of a chunk's P is a multiple of this many elements, whatever V is."""
+LARGEST_EXPONENT = 100
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a projection, of which those count that the mask says, among the first `count`."""
+
+    rows: slice
+    mask: Tensor  # bool [M]
+    count: Tensor  # int32 [1]
+    own: Tensor  # int32 [M], the column of the row's own class, negative where it is elsewhere
+    y_own: Tensor  # float32 [M], its transformed logit, of all ranks; -inf for no class
+    reference: Tensor  # float32 [M], the same for kernels: +inf where a row does not count, NaN where that is +inf
+    slope_own: Tensor | None  # float32 [M], dy / dz of it; None where that is the same for all
+
+
+@dataclass(frozen=True)
+class RowMatrix:
+    """P of a chunk, whose rows are multiplied by a factor: P's own column has its entry once it is added."""
+
+    p: Tensor  # [M, V]
+    factors: Tensor  # float32 [2, M], the rows' factors, and what rounding the entries of own columns loses
+    own_stored: Tensor  # float32 [M], the entries of own columns
+    columns: Tensor | None = None  # int32 [M, K], of entries that take another column's place
+    stored: Tensor | None = None  # float32 [M, K]
+
+
+class RowsOfLogits(NamedTuple):
+    """What the logits of a chunk give."""
+
+    stats: Statistics
+    weighted: Tensor  # [M], logits times class weights
+    is_largest: Tensor  # bool [M], no logit is larger than that of the row's own class
+    results: Tensor | None  # [4, M], the results of the own class where they are known
+
+
+class Projection(Protocol):
+    """Rows `[N, H]` of a linear layer over the classes that a rank has."""
+
+    x: Tensor
+    weights: Weights
+    shard: VocabShard | None
+    p_dtype: torch.dtype
+    keeps_exponentials: bool
+
+    def logits(self, rows: slice, columns: Tensor) -> Tensor:
+        """Return the float32 logits `[M, K]` of these columns, 0 of those that the weight does not have."""
+        ...
+
+    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
+        """Return what a chunk's logits give; write exponentials to P."""
+        ...
+
+    def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
+        """Return the gradient of a chunk's logits from its exponentials in P, where they serve."""
+        ...
+
+    def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
+        """Write E (a + b log E) + u w to P, with the exponentials E relative to the references."""
+        ...
+
+    def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
+        """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
+        ...
+
+    def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
+        """Return what stands among exponentials at own columns where only log-probabilities have a gradient."""
+        ...
+
+
+def over_ranks(shard: VocabShard | None, sums: Tensor) -> Tensor:
+    """Add up what each rank has of its own classes `[S, M]`, in the ranks' order."""
+    return sums if shard is None else shard.gather(sums.contiguous()).view(shard.ranks, *sums.shape).sum(0)
+
+
+def largest_over_ranks(shard: VocabShard | None, values: Tensor) -> Tensor:
+    return values if shard is None else shard.gather(values.contiguous()).view(shard.ranks, *values.shape).amax(0)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized matrix whose rows begin at aligned addresses."""
+    return torch.empty((rows, cdiv(max(columns, 1), ALIGNED) * ALIGNED), dtype=dtype, device=device)[:, :columns]
+
+
+class KernelProjection:
+    """A projection of 16-bit rows by the kernels of `products.py`.
+
+    float16 holds neither exponentials nor gradients of any size. So its statistics are relative to the rows' largest
+    logits, no exponentials are stored, and `gradients` are at most 1 each.
+    """
+
+    def __init__(self, x: Tensor, weights: Weights, shard: VocabShard | None) -> None:
+        self.x, self.weights, self.shard = x if x.stride(-1) == 1 else x.contiguous(), weights, shard
+        self.p_dtype = x.dtype
+        self.scratch = torch.empty((0,), dtype=x.dtype, device=x.device)
+
+    @property
+    def V(self) -> int:
+        return self.weights.weight.shape[0]
+
+    @property
+    def keeps_exponentials(self) -> bool:
+        return self.x.dtype == torch.bfloat16
+
+    def scratch_rows(self, rows: int) -> Tensor:
+        """Return a buffer for so many rows, the same for all chunks."""
+        if self.scratch.shape[0] < rows:
+            self.scratch = torch.empty((rows, self.x.shape[1]), dtype=self.x.dtype, device=self.x.device)
+        return self.scratch[:rows]
+
+    def logits(self, rows: slice, columns: Tensor) -> Tensor:
+        weight, bias, _, transform = self.weights
+        return products.target_logits(self.x[rows], weight, bias, columns, 0, transform.rounded)
+
+    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
+        rows = Rows(self.x[chunk.rows], chunk.reference.unsqueeze(0), chunk.own, chunk.count)
+        parts = products.part_sums(rows, self.V)
+        if self.V > 0:
+            products.launch_logits(rows, self.weights, p, parts, moments=moments)
+        weighted = self.weights.class_weight is not None
+        sums = products.combined(parts, rows.count, moments=moments, weighted=weighted)
+        if self.weights.class_weight is not None:
+            own = self.weights.class_weight[chunk.own.clamp(min=0).long()].float() * chunk.y_own
+            sums[3] += own.masked_fill(chunk.own < 0, 0.0)
+        if self.shard is not None:
+            sums = self._over_ranks(self.shard, sums)
+        stats, results, flags = products.row_statistics(sums, chunk.y_own, chunk.mask)
+        if p is not None and self.V > 0:
+            self._make_far_rows(rows, stats[:1], flags[1], p)
+        return RowsOfLogits(Statistics(stats), results[3], flags[0].view(torch.bool), results)
+
+    def _over_ranks(self, shard: VocabShard, sums: Tensor) -> Tensor:
+        """Return the sums `[4, M]` of all ranks from those of each, which are relative to its own largest logit."""
+        by_rank = shard.gather(sums).view(shard.ranks, *sums.shape)
+        total, m, moment, weighted = by_rank.unbind(1)
+        largest = m.amax(0)
+        shift = (m - largest).masked_fill(total == 0, 0.0)
+        fade = shift.exp()
+        return torch.stack(((fade * total).sum(0), largest, (fade * (moment + shift * total)).sum(0), weighted.sum(0)))
+
+    def _make_far_rows(self, rows: Rows, reference: Tensor, far: Tensor, p: Tensor) -> None:
+        """Make the exponentials again of rows whose own class is far below the largest, relative to that."""
+        place, number = products.listed(far)
+        scratch = self.scratch_rows(rows.x.shape[0])
+        products.gathered(rows.x, place, number, scratch)
+        weights = self.weights._replace(class_weight=None)
+        products.launch_logits(Rows(scratch, reference, rows.own, number), weights, p, place=place)
+
+    def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
+        factor, own_grad = self.weights.transform.factor, grads.logprobs
+        out = products.exponential_coefficients(
+            stats.values, chunk.mask, chunk.own, chunk.slope_own,
+            (None if own_grad is None else own_grad.squeeze(1), grads.logsumexp), factor,
+        )  # fmt: skip
+        return RowMatrix(p, out[:2], out[2])
+
+    def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
+        own = -stats.rest / stats.scale
+        return own if chunk.slope_own is None else own * chunk.slope_own
+
+    def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
+        reference = reference.masked_fill(~chunk.mask, float("inf"))
+        numbers = torch.stack((reference, a, b, torch.zeros_like(a) if u is None else u))
+        weights = self.weights if u is not None else self.weights._replace(class_weight=None)
+        rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
+        if self.V > 0:
+            products.launch_logits(rows, weights, p, gradients=True)
+
+    def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
+        """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
+        products.put_entries(p, columns, entries, count)
+
+
+class MatrixProjection:
+    """A projection of float32 rows in plain PyTorch, with statistics relative to the rows' largest logits."""
+
+    p_dtype = torch.float32
+    keeps_exponentials = True
+
+    def __init__(self, x: Tensor, weights: Weights, shard: VocabShard | None) -> None:
+        dtype, weight, bias = x.dtype, weights.weight.float(), weights.bias
+        self.x, self.shard, self.rounded_to = x.float(), shard, dtype if weights.transform.rounded else None
+        self.weights = weights._replace(weight=weight, bias=None if bias is None else bias.float())
+        self._logits: tuple[slice, Tensor] | None = None
+
+    @property
+    def V(self) -> int:
+        return self.weights.weight.shape[0]
+
+    def _of(self, rows: slice) -> Tensor:
+        """Return the logits of some rows, once for all that is asked of them."""
+        if self._logits is not None and self._logits[0] == rows:
+            logits, self._logits = self._logits[1], None
+            return logits
+        z = matrix(rows.stop - rows.start, self.V, torch.float32, self.x.device)
+        torch.mm(self.x[rows], self.weights.weight.t(), out=z)
+        if self.weights.bias is not None:
+            z += self.weights.bias
+        return z if self.rounded_to is None else z.to(self.rounded_to).float()
+
+    def logits(self, rows: slice, columns: Tensor) -> Tensor:
+        here = (columns >= 0) & (columns < self.V)
+        if self.V == 0:
+            return torch.zeros(columns.shape, dtype=torch.float32, device=self.x.device)
+        z = self._of(rows)
+        self._logits = rows, z
+        return torch.where(here, z.gather(1, torch.where(here, columns, 0).long()), 0.0)
+
+    def _transformed(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return y; the same but -inf of the rows' own classes and of rows that do not count; and dy / dz."""
+        all_y, slope = self.weights.transform(self._of(chunk.rows))
+        y = all_y.masked_fill(~chunk.mask.unsqueeze(-1), float("-inf"))
+        if self.V > 0:
+            has_own, own = (chunk.own >= 0).unsqueeze(-1), chunk.own.clamp(min=0).long().unsqueeze(-1)
+            y.scatter_(1, own, torch.where(has_own, float("-inf"), y.gather(1, own)))
+        return all_y, y, slope
+
+    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
+        all_y, y, slope = self._transformed(chunk)
+        m = y.amax(-1) if self.V > 0 else torch.full_like(chunk.y_own, float("-inf"))
+        m = largest_over_ranks(self.shard, m)
+        reference = torch.maximum(m, chunk.y_own)
+        weighted = nothing = torch.zeros_like(reference)
+        if self.weights.class_weight is not None:
+            weighted = (all_y * self.weights.class_weight.float()).sum(-1)
+        distance = y.sub_(reference.unsqueeze(-1)).masked_fill_(~chunk.mask.unsqueeze(-1), float("-inf"))
+        e = distance.exp()
+        moment = torch.where(e > 0, e * distance, 0.0).sum(-1) if moments else nothing
+        rest, moment, weighted = over_ranks(self.shard, torch.stack((_row_sums(e), moment, weighted))).unbind()
+        if p is not None:
+            p.copy_(e if slope is None else e * slope)
+        distance = chunk.y_own - reference
+        own = distance.exp()
+        moment = moment + torch.where(own > 0, own * distance, 0.0)
+        stats = Statistics.of(reference, rest, own, moment).masked(chunk.mask)
+        return RowsOfLogits(stats, weighted, chunk.mask & (m <= chunk.y_own), None)
+
+    def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
+        grads = grads.masked(chunk.mask.unsqueeze(-1))
+        factor, total = self.weights.transform.factor, stats.total
+        g = torch.zeros_like(total) if grads.logprobs is None else grads.logprobs.squeeze(1)
+        stored = self.own_entries(chunk, stats)
+        if grads.logsumexp is None:
+            return RowMatrix(p, (-g / total * factor).unsqueeze(0), stored)
+        entry = (g * stats.rest + grads.logsumexp * stats.own) / total
+        entry = entry * (factor if chunk.slope_own is None else chunk.slope_own)
+        row_factor, least = (grads.logsumexp - g) / total * factor, entry.abs() * products.LEAST_FACTOR / total
+        row_factor = torch.where(row_factor.abs() < least, least, row_factor)
+        return RowMatrix(p, row_factor.unsqueeze(0), torch.where(row_factor == 0, 0.0, entry / row_factor))
+
+    def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
+        return -stats.rest if chunk.slope_own is None else -stats.rest * chunk.slope_own
+
+    def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
+        _, y, slope = self._transformed(chunk)
+        distance = y.sub_(reference.unsqueeze(-1)).masked_fill_(~chunk.mask.unsqueeze(-1), float("-inf"))
+        e = distance.exp()
+        value = torch.where(e > 0, e * (a.unsqueeze(-1) + b.unsqueeze(-1) * distance), e * a.unsqueeze(-1))
+        if u is not None and self.weights.class_weight is not None:
+            value += u.unsqueeze(-1) * self.weights.class_weight.float()
+        value = value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0)
+        p.copy_(value if slope is None else value * slope)
+
+    def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
+        """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
+        for column, entry in zip(columns.split(1, -1), entries.split(1, -1), strict=True):
+            at = column.clamp(min=0).long()
+            p.scatter_(1, at, torch.where(column >= 0, entry, p.gather(1, at)))
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """Return the sums over the last axis: `torch.sum` of a CPU adds up the lanes of a vector one after the other."""
+    return x.sum(-1, dtype=torch.float64).float() if x.is_cpu else x.sum(-1)
+
+
+class Gradients:
+    """The gradients of input, weight and bias that are needed, as sums over chunks; the others are empty."""
+
+    def __init__(
+        self, projection: KernelProjection | MatrixProjection, compacted: CompactedTokens, need: Sequence[bool],
+        dtypes: Sequence[torch.dtype], rounded_sums: bool,
+    ) -> None:  # fmt: skip
+        self.projection, self.compacted, self.need, self.dtypes = projection, compacted, tuple(need), tuple(dtypes)
+        x, (V, H) = projection.x, projection.weights.weight.shape
+        device, own_kernels = x.device, isinstance(projection, KernelProjection)
+        total = x.dtype if rounded_sums and own_kernels and x.dtype == torch.bfloat16 else torch.float32
+        N = math.prod(compacted.shape)
+        # Kernels write the rows that count to their places; of other tokens nothing is written.
+        make = torch.empty if compacted.index is None else torch.zeros
+        make_sum = torch.empty if x.shape[0] > 0 else torch.zeros
+        dx_dtype = self.dtypes[0] if own_kernels else torch.float32
+        self.dx = make((N if need[0] else 0, H if need[0] else 0), dtype=dx_dtype, device=device)
+        self.dw = make_sum((V, H) if need[1] else (0,), dtype=total, device=device)
+        self.db = make_sum((V,) if need[2] else (0,), dtype=torch.float32, device=device)
+        self.scaled = torch.empty((0,), dtype=projection.p_dtype, device=device)
+
+    def add(self, chunk: Chunk, rows: RowMatrix) -> None:
+        """Add the gradients of a chunk; the first one overwrites."""
+        first = chunk.rows.start == 0
+        if self.projection.V == 0:
+            if self.need[0]:
+                self.dx.zero_()
+            return
+        if isinstance(self.projection, KernelProjection):
+            self._add_by_kernels(self.projection, chunk, rows, first)
+        else:
+            self._add_matrices(self.projection, chunk, rows, first)
+
+    def _add_by_kernels(self, projection: KernelProjection, chunk: Chunk, rows: RowMatrix, first: bool) -> None:
+        scaled = projection.scratch_rows(rows.p.shape[0])
+        scale, inverse, unit, factors = None, None, 1.0, rows.factors
+        if rows.p.dtype == torch.float16:
+            scale, inverse, unit = _float16_scales(rows.factors[0])
+            factors = torch.cat((factors[:1] / unit, factors[1:]))
+        of_rows = Rows(projection.x[chunk.rows], rows.factors, chunk.own, chunk.count)
+        own_stored = rows.own_stored if unit == 1.0 else rows.own_stored * unit
+        products.scale_rows(of_rows, rows.p, scaled, rows.factors[0], own_stored, scale)
+        if rows.columns is not None and rows.stored is not None:
+            projection.put(rows.p, rows.columns, rows.stored * unit, chunk.count)
+        if self.need[0]:
+            index = self.compacted.index
+            place = None if index is None else index[chunk.rows]
+            dx = self.dx if index is not None else self.dx[chunk.rows]
+            products.input_gradient(of_rows, rows.p, projection.weights.weight, factors, dx, place)
+        if self.need[1]:
+            products.weight_gradient(rows.p, scaled, self.dw, chunk.count, add=not first, scale=inverse)
+        if self.need[2]:
+            products.bias_gradient(rows.p, rows.factors[0], self.db, chunk.count, scale=1 / unit, add=not first)
+
+    def _add_matrices(self, projection: MatrixProjection, chunk: Chunk, rows: RowMatrix, first: bool) -> None:
+        p, weight = rows.p, projection.weights.weight
+        projection.put(p, chunk.own.unsqueeze(-1), rows.own_stored.unsqueeze(-1), chunk.count)
+        if rows.columns is not None and rows.stored is not None:
+            projection.put(p, rows.columns, rows.stored, chunk.count)
+        factor = rows.factors[0].unsqueeze(-1)
+        counts = factor != 0
+        if self.need[0]:
+            dx = torch.where(counts, torch.mm(p, weight) * factor, 0.0)
+            self.dx[chunk.rows if self.compacted.index is None else self.compacted.index[chunk.rows]] = dx
+        x = torch.where(counts, projection.x[chunk.rows] * factor, 0.0)
+        if self.need[1] and first:
+            torch.mm(p.t(), x, out=self.dw)
+        elif self.need[1]:
+            self.dw.addmm_(p.t(), x)
+        if self.need[2]:
+            db = torch.mv(p.t(), torch.where(counts, factor, 0.0).squeeze(-1))
+            self.db = db if first else self.db.add_(db)
+
+    def results(self, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients, that of the input in its shape."""
+        dx, dw, db = (each.to(dtype) for each, dtype in zip((self.dx, self.dw, self.db), self.dtypes, strict=True))
+        return dx.view(*shape) if self.need[0] else dx.view(0), dw, db
+
+
+def _float16_scales(factor: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return what factors are multiplied by to be at most 1, what takes it off the products, and P's own scale."""
+    largest = factor.abs().amax()
+    exponent = torch.frexp(torch.where(largest.isfinite(), largest, 1.0)).exponent
+    exponent = exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    one = torch.ones_like(largest)
+    return torch.ldexp(one, -exponent), torch.ldexp(one, exponent) / FLOAT16_SCALE, FLOAT16_SCALE
+
+
+def projection_of(
+    x: Tensor, weights: Weights, shard: VocabShard | None, by_kernels: bool
+) -> KernelProjection | MatrixProjection:
+    """Return the projection of rows: by kernels on a GPU where they have 16 bits."""
+    if by_kernels and x.dtype != torch.float32:
+        return KernelProjection(x, weights, shard)
+    return MatrixProjection(x, weights, shard)

@@ -1,0 +1,103 @@
+"""The support of a row: the classes that a sampler kept, over which alone its softmax is.
+
+The logits of a row's L classes are products of two rows each. A row with a support has no exponentials but these, and
+in its gradient's matrix the entries of these classes alone. Ids are negative where there is none, and one that occurs
+twice counts once; a row without any is over all classes.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from llmk.ops.linear_loss.softmax import RowGradients, RowResults, Statistics
+
+if TYPE_CHECKING:
+    from llmk.ops.linear_loss.engine import Classes, SoftmaxRows
+    from llmk.ops.linear_loss.projection import Chunk
+
+
+@dataclass(frozen=True)
+class Support:
+    """The supports `[N, L]` of rows."""
+
+    ids: Tensor
+
+    def cuts(self, rows: slice) -> Tensor:
+        """Return the mask of the rows that have a support, `[M]`."""
+        return (self.ids[rows] >= 0).any(-1)
+
+    def check(self, num_classes: int) -> None:
+        """Check on the host that ids are classes; a fake tensor's are not known.
+
+        Raises:
+            IndexError: One is past the last class.
+        """
+        if type(self.ids) is Tensor and bool((self.ids >= num_classes).any()):
+            raise IndexError(
+                f"support: expected class indices below {num_classes}, or negative ones for none, "
+                f"got {int(self.ids.max())}"
+            )
+
+    def logits(self, of: "SoftmaxRows", rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return some rows' ids in their order, their columns, transformed logits and dy / dz, `[M, L]` each.
+
+        The logits are -inf of an id that is none or was there before, and NaN in a row with an id that is no class.
+        """
+        ids = self.ids[rows].long().sort(-1).values
+        repeated = torch.nn.functional.pad(ids[:, 1:] == ids[:, :-1], (1, 0))
+        used, wrong = (ids >= 0) & ~repeated, (ids >= of.num_classes).any(-1, keepdim=True)
+        here = used & (ids >= of.first_class) & (ids - of.first_class < of.weights.weight.shape[0])
+        columns = torch.where(here, ids - of.first_class, -1).int()
+        z = of.projection.logits(rows, columns)
+        if of.shard is not None:
+            z = of.shard.gather(z.contiguous()).view(of.shard.ranks, *z.shape).sum(0)
+        y, slopes = of.transform(z)
+        y = torch.where(wrong, float("nan"), torch.where(used, y, float("-inf")))
+        return ids, columns, y, slopes
+
+    def results(
+        self, of: "SoftmaxRows", rows: slice, classes: "Classes", stats: Statistics, results: RowResults
+    ) -> tuple[Statistics, RowResults]:
+        """Replace what the rows with a support have over all classes."""
+        ids, _, y, _ = self.logits(of, rows)
+        m = y.amax(-1)
+        distance = y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)
+        e = distance.exp()
+        total = e.sum(-1)
+        moment = torch.where(e == 0, 0.0, e * distance).sum(-1)
+        own = Statistics.of(m, total, torch.zeros_like(total), moment)
+        cuts, counts = self.cuts(rows), classes.counts
+        own_classes = of.classes[rows].long()
+        inside = (own_classes.unsqueeze(-1) == ids.unsqueeze(-2)).any(-1)
+        logprobs = torch.where(inside, (classes.y - m.unsqueeze(-1)) - total.log().unsqueeze(-1), float("-inf"))
+        logprobs = torch.where(y.isnan().any(-1, keepdim=True) | classes.y.isnan(), float("nan"), logprobs)
+        entropy, counted = total.log() - moment / total, counts.any(-1)
+        replaced = cuts & counted
+        return (
+            Statistics(torch.where(replaced, own.values, stats.values)),
+            results._replace(
+                logprobs=torch.where(cuts.unsqueeze(-1) & counts, logprobs, results.logprobs),
+                entropy=torch.where(replaced, entropy, results.entropy),
+            ),
+        )
+
+    def entries(
+        self, of: "SoftmaxRows", chunk: "Chunk", classes: "Classes", stats: Statistics, grads: RowGradients
+    ) -> tuple[Tensor, Tensor]:
+        """Return the columns `[M, L]` of the rows with a support, -1 of others, and the gradients of their logits."""
+        rows = chunk.rows
+        ids, columns, y, slopes = self.logits(of, rows)
+        distance = torch.where(y == float("-inf"), float("-inf"), y - stats.reference.unsqueeze(-1))
+        total = stats.total.unsqueeze(-1)
+        p = distance.exp() / total
+        g = torch.zeros_like(classes.y) if grads.logprobs is None else grads.logprobs
+        alike = ((ids.unsqueeze(-1) == of.classes[rows].long().unsqueeze(-2)) * g.unsqueeze(-2)).sum(-1)
+        entries = alike - p * g.sum(-1, keepdim=True)
+        if grads.entropy is not None:
+            mean = stats.moment.unsqueeze(-1) / total
+            entries = entries - torch.where(p == 0, 0.0, grads.entropy.unsqueeze(-1) * p * (distance - mean))
+        entries = entries * (of.transform.factor if slopes is None else slopes)
+        counts = self.cuts(rows) & classes.counts.any(-1)
+        return torch.where(counts.unsqueeze(-1), columns, -1), entries

@@ -1,0 +1,64 @@
+"""The derivative of a plain function, also in the body of an operator, where autograd is switched off.
+
+PyTorch runs an operator's body below autograd: its dispatch keys are excluded, or gradients are disabled. What the body
+computes has no graph, and a caller's graph ends at the operator. `gradient_of` restores the keys for one function.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.registry.private.operators import autograd_keys, no_saved_tensor_hooks
+
+
+def gradient_of(value: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Return `value(*tensors)`, a scalar, and its derivatives, None by a tensor that it does not use.
+
+    Both are detached, other tensors that it uses are constants, and a caller's hooks on saved tensors are not called.
+    An op that may be called with tensors of inference mode has a body that is `differentiating`.
+    """
+    with (
+        autograd_keys(),
+        torch.enable_grad(),
+        no_saved_tensor_hooks(),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        result = value(*leaves)
+        if not result.requires_grad:
+            return result, (None,) * len(leaves)
+        found = torch.autograd.grad(result, leaves, allow_unused=True)
+    return result.detach(), tuple(None if grad is None else grad.contiguous() for grad in found)
+
+
+def differentiating(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the body of an op which calls `gradient_of`: autograd refuses tensors that were made in inference mode.
+
+    The body runs outside that mode, and gets such tensors as ordinary ones of the same memory, also in a dataclass.
+    """
+
+    @functools.wraps(body)
+    def run(*args: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return body(*map(_ordinary, args))
+        with torch.inference_mode(False), torch.no_grad():
+            return body(*map(_ordinary, args))
+
+    return run
+
+
+def _ordinary(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_ordinary, value)) if any(isinstance(each, Tensor) for each in value) else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {name: new for name, old in fields.items() if (new := _ordinary(old)) is not old}
+        return dataclasses.replace(value, **changed) if changed else value
+    if not isinstance(value, Tensor) or not value.is_inference():
+        return value
+    alias = torch.empty((0,), dtype=value.dtype, device=value.device)
+    return alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
