@@ -179,6 +179,7 @@ def test_around_the_first_call(around: str) -> None:
     assert found.replaced == ({} if around == "a dispatch mode" else FOUND), str(found)
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
 def test_a_loss_that_is_scaled_to_infinity_under_anomaly_detection() -> None:
     """A trial may have gradients that are no numbers; those of the caller's are for the caller's checks."""
 
@@ -188,7 +189,7 @@ def test_a_loss_that_is_scaled_to_infinity_under_anomaly_detection() -> None:
         assert x.grad is not None
         return x.grad
 
-    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+    with torch.autograd.detect_anomaly():
         assert apart_from_caller(divided, torch.ones(2)).isnan().all()
         assert torch.is_anomaly_enabled()
         with pytest.raises(RuntimeError, match="nan"):
