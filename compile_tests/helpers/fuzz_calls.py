@@ -1,6 +1,5 @@
 """Ways to call a program of the backend's fuzzer that must not change what it computes."""
 
-import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
