@@ -129,6 +129,21 @@ def test_a_rule_that_reads_another_operator(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.replaced == {}
 
 
+def test_a_rule_that_multiplies_a_gradient_by_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none comes through an infinite one is no number then: it is wrong for a mean over no tokens."""
+
+    def build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+        mask = builder(aten.to.dtype, builder(aten.gt.Scalar, values["x"], 0), torch.float32)
+        return builder(aten.mul.Tensor, values["x"], mask)
+
+    planted(monkeypatch, build, Call("relu", KeywordArg("x")))
+    found = require_unchanged(lambda x: x.relu().sum() / 0.0, [randn(3, 4)])
+    assert found.replaced == {}
+    assert "gradients that are infinite" in reasons(found)
+    with torch.no_grad():
+        assert require_unchanged(torch.relu, [randn(3, 4).detach()]).replaced == {"planted": 1}
+
+
 def unit(g: Tensor, u: Tensor) -> Tensor:
     return F.silu(g) * u
 

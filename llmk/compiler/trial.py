@@ -7,7 +7,7 @@ GPU runs is not part of this, as the operator's own checks are about that.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,6 +94,29 @@ REGIMES: dict[str, Draw] = {
 }
 
 
+Incoming = Callable[[Tensor], Tensor]
+"""Makes another incoming gradient of one that was drawn."""
+
+
+def _every_other(value: float) -> Incoming:
+    def change(grad: Tensor) -> Tensor:
+        places = torch.arange(grad.numel(), device="cpu").view(grad.shape) % 2 == 0
+        return grad.masked_fill(places, value)
+
+    return change
+
+
+AS_DRAWN = "normal"
+INCOMING: dict[str, Incoming] = {
+    AS_DRAWN: lambda grad: grad,
+    "0": torch.zeros_like,
+    "of stride 0": lambda grad: torch.ones((), dtype=grad.dtype, device="cpu").expand(grad.shape),
+    "infinite": _every_other(float("inf")),
+    "not a number": _every_other(float("nan")),
+}
+"""Gradients of the outputs. What a loss has saved may be 0 where it is divided by the number of tokens, which is 0."""
+
+
 def difference(question: Question) -> str | None:
     """Return how the two ways differ, with the numbers; None where they compute the same by the accuracy rule.
 
@@ -105,13 +128,17 @@ def difference(question: Question) -> str | None:
 
 def _difference(question: Question) -> str | None:
     trial = _small_trial(question)
-    for regime, draw in REGIMES.items():
+    tried = [(regime, AS_DRAWN) for regime in REGIMES]
+    if any(node.meta.get("needs_grad") for node in question.inputs):
+        tried += [("N(0, 1)", incoming) for incoming in INCOMING if incoming != AS_DRAWN]
+    for regime, incoming in tried:
         try:
-            found = trial.difference(draw)
+            found = replace(trial, incoming=INCOMING[incoming]).difference(REGIMES[regime])
         except REFUSALS as why:
             found = f"the operator raises {type(why).__name__}: {why}".splitlines()[0]
         if found is not None:
-            return f"tried with {regime}, it is not the same: {found}"
+            gradients = "" if incoming == AS_DRAWN else f" and gradients that are {incoming}"
+            return f"tried with {regime}{gradients}, it is not the same: {found}"
     return None
 
 
@@ -138,9 +165,11 @@ is wrong by the size of a result.
 REFUSALS = RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, AssertionError
 
 
+@dataclass(frozen=True)
 class _Trial:
-    def __init__(self, question: Question, sizes: Sizes) -> None:
-        self.question, self.sizes = question, sizes
+    question: Question
+    sizes: Sizes
+    incoming: Incoming = INCOMING[AS_DRAWN]
 
     def difference(self, draw: Draw) -> str | None:
         composition, exact = self.run_matched(draw), self.run_matched(draw, exact=True)
@@ -207,6 +236,8 @@ class _Trial:
         if chosen is None or self.question.ignored is None:
             return drawn
         counts = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") < 0.8
+        counts.view(-1)[1:2] = False  # one is left out in any case, and of several another one counts
+        counts.view(-1)[:1] = True
         return torch.where(counts, drawn, self.sizes.of(self.question.ignored))
 
     def _run(
@@ -223,7 +254,7 @@ class _Trial:
             for node in nodes:
                 values[node] = self._value(node, values, exact, as_noted=not is_made)
             outputs = [values[node] for node in results]
-        return [_real(x.detach()) for x in (*outputs, *_gradients(outputs, list(leaves.values())))]
+        return [_real(x.detach()) for x in (*outputs, *_gradients(outputs, list(leaves.values()), self.incoming))]
 
     def _value(self, node: Node, values: Mapping[Node, Any], exact: bool, as_noted: bool) -> Any:
         keep = _has_no_sizes(node)
@@ -263,7 +294,7 @@ IN_FLOAT64 = {"_grouped_mm": _grouped_mm, "sigmoid": _sigmoid}
 """Operators that have no kernel in float64, or cancel there, and what computes the same."""
 
 
-def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], incoming: Incoming) -> list[Tensor]:
     """Return the gradients of the leaves, for incoming ones that are the same in each dtype."""
     generator = torch.Generator().manual_seed(1)
     wanting, given = [], []
@@ -271,7 +302,7 @@ def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
         if y.requires_grad:
             wanting.append(y)
             grad = torch.randn(y.shape, generator=generator, dtype=torch.float64, device="cpu")
-            given.append(grad.to(torch.bfloat16).to(y.dtype))
+            given.append(incoming(grad.to(torch.bfloat16).to(y.dtype)))
     if not wanting or not leaves:
         return []
     found = torch.autograd.grad(wanting, leaves, given, allow_unused=True)
