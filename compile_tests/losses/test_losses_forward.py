@@ -10,7 +10,7 @@ import torch
 from compile_tests.helpers.loss_references import batch
 from llmk import losses
 from llmk.functional import fused_linear_preference
-from llmk.ops.linear_loss.chunked import kept_rows
+from llmk.ops.linear_loss import plan
 from llmk.ops.linear_loss.fused_linear_preference import PreferenceCall
 from llmk.ops.linear_loss.kernels import KERNELS
 from llmk.ops.linear_loss.objectives.policy import LOSSES as POLICY_LOSSES
@@ -72,44 +72,52 @@ def test_ratios_that_overflow(name: str, delta: float | None, of_sequence: bool)
 def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of products of each kind that are computed."""
     found: list[int] = []
-    for name in ("mm", "addmm"):
-        original = getattr(torch, name)
+    for owner, name in ((torch, "mm"), (torch, "addmm"), (torch.Tensor, "addmm_")):
+        original = getattr(owner, name)
 
         def product(*args, original=original, **kwargs):
             a, b = args[-2:]
             found.append(a.shape[0] * a.shape[1] * b.shape[1])
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(torch, name, product)
+        monkeypatch.setattr(owner, name, product)
     return found
 
 
-@pytest.mark.parametrize(
-    ("chunk_size", "products"), [(0, 3), (32, 3), (16, 3), (23, 3), (15, 4), (3, 4)], ids=lambda x: str(x)
-)
-def test_products_of_a_pair(device: torch.device, multiplications: list[int], chunk_size: int, products: int) -> None:
-    """Three where a pair of 2 * 8 tokens fits into a chunk, else four less what is kept; one without gradients."""
+@pytest.fixture(params=[True, False], ids=["kept", "not kept"])
+def keeps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """True if exponentials fit that are kept for a second pass."""
+    if not request.param:
+        monkeypatch.setattr(plan, "KEPT_BUDGET", 0)
+    return request.param
+
+
+on_a_cpu = pytest.mark.skipif("config.getoption('device') != 'cpu'", reason="a GPU's own products are no calls")
+
+
+@on_a_cpu
+@pytest.mark.parametrize("chunk_size", [0, 32, 16, 23, 15, 3])
+def test_products_of_a_pair(device: torch.device, multiplications: list[int], chunk_size: int, keeps: bool) -> None:
+    """Four where a pair of 2 * 8 tokens does not fit into a chunk and nothing is kept, else three."""
     x, weight, target = batch([5, 3, 6, 6], device)
     assert target.shape == (4, 8)
     one, ref_logps = x.numel() * len(weight), torch.zeros(4, device=device)
-    losses.dpo(x, weight, target, ref_logps=ref_logps, chunk_size=chunk_size)
+    options: dict[str, Any] = {"ref_logps": ref_logps, "chunk_size": chunk_size, "skip_ignored": False}
+    losses.dpo(x, weight, target, **options)
     assert sum(multiplications) == one
-    losses.dpo(x.requires_grad_(), weight.requires_grad_(), target, ref_logps=ref_logps, chunk_size=chunk_size)
-    assert sum(multiplications) == one * (1 + products) - (kept(x, weight, chunk_size) if products == 4 else 0)
+    multiplications.clear()
+    losses.dpo(x.requires_grad_(), weight.requires_grad_(), target, **options)
+    assert sum(multiplications) == one * (3 if keeps or chunk_size not in (15, 3) else 4)
 
 
-def kept(x: torch.Tensor, weight: torch.Tensor, chunk_size: int) -> int:
-    """The multiplications that the logits take which are kept for a second pass."""
-    V, H = weight.shape
-    return kept_rows(x.shape[:-1].numel(), H, V, 4, chunk_size) * H * V
-
-
+@on_a_cpu
 @pytest.mark.parametrize("chunk_size", [0, 3, 16])
 @pytest.mark.parametrize(
     ("level", "options", "chunks"),
     [
-        ("token", {"beta": 0.3, "entropy_coef": 0.1}, ()),
-        ("sequence", {"beta": 0.3, "entropy_coef": 0.1}, (3,)),
+        ("token", {"beta": 0.3}, ()),
+        ("sequence", {"beta": 0.3}, (3,)),
+        ("token", {"beta": 0.3, "entropy_coef": 0.1}, (0, 3, 16)),
         ("token", {"loss_type": "vespo"}, (0, 3, 16)),
     ],
     ids=str,
@@ -121,8 +129,12 @@ def test_products_of_a_policy(
     options: dict[str, Any],
     chunks: tuple[int, ...],
     chunk_size: int,
+    keeps: bool,
 ) -> None:
-    """Three, and what is not kept again where a sequence of 8 fits into no chunk or a weight is known after it."""
+    """Four where a sequence of 8 fits into no chunk, or a weight is known after it, and nothing is kept, else three.
+
+    The gradient of an entropy is no multiple of exponentials: it takes four.
+    """
     x, weight, target = batch([5, 3, 6, 6], device)
     assert target.shape == (4, 8)
     advantages, ref = torch.ones(4, device=device), torch.zeros(4, 8, device=device)
@@ -134,24 +146,23 @@ def test_products_of_a_policy(
         importance_sampling_level=level,
         ref_per_token_logps=ref,
         chunk_size=chunk_size,
+        skip_ignored=False,
         **options,
     )[0].backward()
-    again = x.numel() * len(weight) - kept(x, weight, chunk_size) if chunk_size in chunks else 0
-    assert sum(multiplications) == x.numel() * len(weight) * 3 + again
+    again = chunk_size in chunks and (not keeps or "entropy_coef" in options)
+    assert sum(multiplications) == x.numel() * len(weight) * (3 + again)
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_blocks_on_a_gpu_hold_whole_pairs(skips: bool) -> None:
-    """As chosen from sizes alone, of tensors that are nowhere: blocks of whole pairs where one fits.
-
-    Where tokens are skipped a chunk is one block: those that count are the first of it.
-    """
+def test_chunks_on_a_gpu_hold_whole_pairs(skips: bool) -> None:
+    """As chosen from sizes alone, of tensors that are nowhere: chunks of whole pairs where one fits."""
     for B, S, H, V, fits in [
         (8, 512, 4096, 128256, True),
         (8, 512, 2048, 128256, True),
         (8, 1024, 2048, 151936, True),
         (8, 4096, 2048, 151936, True),
-        (8, 8192, 2048, 151936, False),
+        (8, 8192, 2048, 151936, True),
+        (8, 16384, 2048, 151936, False),
         (16, 1000, 2048, 151936, True),
         (2, 1000, 512, 32000, True),
     ]:
@@ -171,8 +182,7 @@ def test_blocks_on_a_gpu_hold_whole_pairs(skips: bool) -> None:
         found = call.plan_of_groups(KERNELS)
         assert (found is not None) == fits
         if found is not None:
-            assert found.block_rows % (2 * S) == found.chunk_rows % (2 * S) == 0
-            assert not skips or found.block_rows == found.chunk_rows
+            assert found.chunk_rows % (2 * S) == 0
 
 
 def test_what_was_made_in_inference_mode(device: torch.device) -> None:

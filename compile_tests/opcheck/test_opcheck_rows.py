@@ -12,7 +12,7 @@ from compile_tests.helpers.mutants_rows import BROKEN_ROWS, Block, row_sums_by, 
 from llmk.opcheck import check
 from llmk.opcheck.row_promises import IndependentRows, independent_rows, owed, products_by_row, samples_with_rows
 from llmk.opcheck.runner import promises_for
-from llmk.ops.linear_loss.chunked import _linear
+from llmk.ops.linear_loss.projection import MatrixProjection
 from llmk.registry import OPS, Op, Sample
 from llmk.registry.devices import INTERPRET
 
@@ -47,15 +47,15 @@ def test_a_product_that_splits_few_rows_is_caught(monkeypatch: pytest.MonkeyPatc
     if not INTERPRET:
         pytest.skip("kernels run in Triton's interpreter")
 
-    add_product = _linear.add_product
+    logits_of = MatrixProjection._of
 
-    def split(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-        half = a.shape[1] // 2 if len(a) < 4 else 0
-        if half:
-            add_product(total, a[:, :half], b[:half], first)
-        add_product(total, a[:, half:], b[half:], first and not half)
+    def split(self: MatrixProjection, rows: slice) -> Tensor:
+        if rows.stop - rows.start >= 4:
+            return logits_of(self, rows)
+        (x, weight), half = (self.x[rows], self.weights.weight), self.x.shape[1] // 2
+        return torch.mm(x[:, :half], weight[:, :half].t()) + torch.mm(x[:, half:], weight[:, half:].t())
 
-    monkeypatch.setattr(_linear, "add_product", split)
+    monkeypatch.setattr(MatrixProjection, "_of", split)
     (result,) = check(OPS["linear_logprobs"], device="cpu", dtypes=[torch.float32], only=["batch_invariant"])
     assert result.verdict == "broken", result
     assert "of the last 1 rows is not that of all 4" in result.message

@@ -1,7 +1,6 @@
-"""The products of the losses that are fused with a projection."""
+"""The products of the losses that have logits, a block at a time: the divergences, and the largest classes."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from llmk.ops.linear_loss.chunked._linear import (
     LinearGradients,
     aligned_parts,
 )
-from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows, plan
+from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, plan
 from llmk.registry import OPS
 
 
@@ -141,12 +140,11 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("float32_logits", [False, True])
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("remade", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_plan_is_beaten_in_time_and_memory(shape: tuple[int, int, int], keeps: bool, float32_logits: bool) -> None:
-    kept = kept_rows(*shape, 4) if keeps else 0
-    found = plan(*shape, torch.bfloat16, float32_logits=float32_logits, on_host=False, remade=keeps, kept=kept)
-    sizes = Sizes.of(*shape, torch.bfloat16, float32_logits, remade=keeps, kept=kept)
+def test_no_plan_is_beaten_in_time_and_memory(shape: tuple[int, int, int], remade: bool, float32_logits: bool) -> None:
+    found = plan(*shape, torch.bfloat16, float32_logits=float32_logits, on_host=False, remade=remade)
+    sizes = Sizes.of(*shape, torch.bfloat16, float32_logits, remade=remade)
     candidates = list(sizes.candidates())
     assert found in candidates
     assert not any(
@@ -164,26 +162,9 @@ def test_a_plan_keeps_to_what_is_given() -> None:
     assert in_place.block_rows == in_place.chunk_rows
     on_host = plan(8192, 4096, 1000, torch.bfloat16, float32_logits=True, on_host=True)
     assert on_host.block_rows == on_host.chunk_rows == 2**20 // 1000
-    groups = plan(8 * 1024, 4096, 128256, torch.bfloat16, group=1024, **options)
-    assert groups.block_rows % 1024 == groups.chunk_rows % 1024 == 0
-    assert plan(8 * 16384, 4096, 128256, torch.bfloat16, group=16384, **options).block_rows % 16384  # none fits
 
 
-@pytest.mark.parametrize("chunk_size", [0, 3000])
-@pytest.mark.parametrize("group", [1, 512, 1024])
-def test_a_chunk_of_groups_whose_rows_the_device_counts_is_one_block(group: int, chunk_size: int) -> None:
-    """The rows that count are the first of a block; the products that make the gradients take the first of a chunk."""
-    sizes = 8192, 2048, 128256
-    options: dict[str, Any] = {"float32_logits": True, "on_host": False, "chunk_size": chunk_size}
-    known = plan(*sizes, torch.bfloat16, group=group, **options)
-    found = plan(*sizes, torch.bfloat16, group=group, dynamic=True, **options)
-    assert known.block_rows < known.chunk_rows  # which takes less memory
-    assert (found.block_rows == found.chunk_rows) == (group > 1)
-    assert found.chunk_rows % group == found.block_rows % group == 0
-
-
-CHUNKED = [name for name in sorted(OPS) if "fused_linear" in name]
-CHUNKED += ["info_nce", "linear_logprobs", "linear_topk", "vocab_parallel_linear_ce"]
+CHUNKED = ["fused_linear_distill", "fused_linear_jsd", "fused_linear_jsd_ce"]
 
 
 @pytest.fixture

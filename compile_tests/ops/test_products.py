@@ -1,0 +1,251 @@
+"""The three products of a loss over a vocabulary: rows far below, numbers that are none, faults planted, equal bits."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmk.opcheck.accuracy import unit_in_last_place
+from llmk.opcheck.calls import call, require_accurate
+from llmk.ops.linear_loss import products
+from llmk.ops.linear_loss.chunked import CompactedTokens
+from llmk.ops.linear_loss.engine import SoftmaxRows
+from llmk.ops.linear_loss.plan import Plan
+from llmk.ops.linear_loss.products import Rows, Transform, Weights
+from llmk.ops.linear_loss.projection import Chunk, Gradients, MatrixProjection, RowMatrix
+from llmk.registry import OPS, Sample
+from llmk.registry.devices import INTERPRET
+
+pytestmark = pytest.mark.kernels
+
+H, V = 24, 45
+"""Two tiles of classes in the interpreter, and no multiple of a block."""
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+NAMES = pytest.mark.parametrize("name", ["fused_linear_ce", "linear_logprobs"])
+interpreted = pytest.mark.skipif(not INTERPRET, reason="what kernels do is planted; on a GPU their programs are built")
+REBUILT = ["fused_linear_ce", "fused_linear_ce_metrics", "fused_linear_policy", "fused_linear_preference"]
+REBUILT += ["linear_logprobs", "vocab_parallel_linear_ce"]
+
+
+def head(tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(shape, generator=generator) for shape in ((tokens, H), (V, H)))
+    return x.to(dtype), (weight / H**0.5).to(dtype), torch.randint(0, V, (tokens,), generator=generator)
+
+
+def sample_of(name: str, x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Sample:
+    kwargs = {"reduction": "none"} if name == "fused_linear_ce" else {}
+    return Sample((x, weight, target), kwargs | options, why="products")
+
+
+NATS = [20, 59, 61, 80, 87, 89, 104, 300, 3000]
+
+
+@DTYPES
+@NAMES
+def test_rows_whose_loss_is_so_many_nats(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Exponentials relative to the target's logit leave float32's and bfloat16's range at 88; 2**-126 is at 87."""
+    x, weight, _ = head(len(NATS), dtype)
+    bias = torch.zeros(V)
+    bias[: len(NATS)] = -torch.tensor(NATS, dtype=torch.float32)
+    args = (each.to(device) for each in (x, weight, torch.arange(len(NATS))))
+    sample = sample_of(name, *args, linear_bias=bias.to(device, dtype), chunk_size=4)
+    found = call(OPS[name], sample)
+    require_accurate(OPS[name], sample, found)
+    loss = found.outputs[0].detach().abs().cpu()
+    assert (loss >= torch.tensor(NATS, dtype=torch.float32) - 1).all()
+
+
+def of_hidden(number: float) -> dict[str, Any]:
+    return {"row": number}
+
+
+def of_bias(number: float, column: int | slice) -> dict[str, Any]:
+    return {"bias": number, "column": column}
+
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "a hidden state of NaN": of_hidden(math.nan),
+    "a hidden state of infinity": of_hidden(math.inf),
+    "a target's logit of -infinity": of_bias(-math.inf, 3),
+    "a target's logit of infinity": of_bias(math.inf, 3),
+    "another logit of infinity": of_bias(math.inf, 40),
+    "other logits of -infinity": of_bias(-math.inf, slice(4, 36)),
+    "all logits of -infinity": of_bias(-math.inf, slice(0, V)),
+    "a logit of NaN": of_bias(math.nan, 40),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", SPECIAL)
+@NAMES
+def test_numbers_that_are_none_are_where_pytorch_has_them(
+    name: str, case: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Values and gradients, whose other numbers are accurate."""
+    number = SPECIAL[case]
+    x, weight, _ = head(3, dtype)
+    bias, target = torch.zeros(V), torch.tensor([3, 3, 41])
+    if "row" in number:
+        x[1, 5] = number["row"]
+    else:
+        bias[number["column"]] = number["bias"]
+    sample = sample_of(name, x.to(device), weight.to(device), target.to(device), linear_bias=bias.to(device, dtype))
+    fn = None if name == "fused_linear_ce" else log_probabilities
+    found, wanted = call(OPS[name], sample, fn=fn), call(OPS[name], sample, fn=composition(name))
+    pairs = [(found.outputs[0], wanted.outputs[0])]
+    pairs += [(found.gradients[each], wanted.gradients[each]) for each in ("input", "linear_weight", "linear_bias")]
+    for a, b in pairs:
+        assert a is not None
+        assert b is not None
+        torch.testing.assert_close(a, b, equal_nan=True, rtol=2e-2, atol=2e-2)
+
+
+def log_probabilities(*args: Tensor, **options: Any) -> Tensor:
+    return torch.ops.llmk.linear_logprobs(*args, **options)[0]
+
+
+def composition(name: str) -> Any:
+    def loss(x: Tensor, weight: Tensor, target: Tensor, *, linear_bias: Tensor, **_: Any) -> Tensor:
+        logits = x.float() @ weight.float().t() + linear_bias.float()
+        losses = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+        return losses if name == "fused_linear_ce" else -losses
+
+    return loss
+
+
+@pytest.fixture
+def nan_where_nothing_is_written() -> Iterator[None]:
+    """PyTorch fills uninitialized tensors with NaN then."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif(INTERPRET, reason="test_skipping asks it of the kernels")
+@pytest.mark.parametrize("name", REBUILT)
+def test_what_nothing_wrote_is_not_read(name: str, nan_where_nothing_is_written: None) -> None:
+    for sample in OPS[name].samples(torch.device("cpu"), torch.bfloat16):
+        require_accurate(OPS[name], sample, call(OPS[name], sample))
+
+
+def exponentials(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Make P by the kernel, and the same in float64, with a column of 0 for each target."""
+    weights, device = Weights(weight, None, None, Transform()), x.device
+    rows = SoftmaxRows(
+        CompactedTokens((len(x),)), x, weights, None, target.unsqueeze(1), -100, Plan(len(x), True), by_kernels=True
+    )
+    chunk, _ = rows.chunk(slice(0, len(x)))
+    p = torch.full((len(x), V), float("nan"), dtype=x.dtype, device=device)
+    numbers = chunk.y_own.unsqueeze(0)
+    products.launch_logits(Rows(x, numbers, chunk.own, chunk.count), weights, p, None)
+    logits = x.double() @ weight.double().t()
+    exact = (logits - chunk.y_own.double().unsqueeze(-1)).exp()
+    return p, exact.scatter(1, target.unsqueeze(1), 0.0)
+
+
+def is_rounded_once(p: Tensor, exact: Tensor) -> bool:
+    """True within half a unit, and what float32 logits and their exponentials are off by."""
+    error = (p.double() - exact).abs()
+    return bool((error <= 0.505 * unit_in_last_place(exact, p.dtype)).all())
+
+
+@interpreted
+def test_exponentials_are_rounded_once() -> None:
+    p, exact = exponentials(*head(9, torch.bfloat16))
+    assert is_rounded_once(p, exact)
+    assert not is_rounded_once((p.float() / 3).bfloat16() * 3, exact)  # planted: normalized, and rounded again
+
+
+def require(name: str, sample: Sample) -> None:
+    require_accurate(OPS[name], sample, call(OPS[name], sample))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@NAMES
+def test_a_lost_term_of_the_target_is_told(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = sample_of(name, *head(6, dtype))
+    require(name, sample)
+    scale_rows, put = products.scale_rows, MatrixProjection.put
+
+    def lost(rows: Rows, p: Tensor, scaled: Tensor, factor: Tensor, entry: Tensor, scale: Tensor | None = None) -> None:
+        scale_rows(rows, p, scaled, factor, torch.zeros_like(entry), scale)
+
+    def lost_too(self: MatrixProjection, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
+        put(self, p, columns, torch.zeros_like(entries), count)
+
+    monkeypatch.setattr(products, "scale_rows", lost)
+    monkeypatch.setattr(products, "put_entries", lambda *args: None)
+    monkeypatch.setattr(MatrixProjection, "put", lost_too)
+    with pytest.raises(AssertionError, match="gradient of"):
+        require(name, sample)
+
+
+@interpreted
+@pytest.mark.parametrize("reader", ["weight_gradient", "bias_gradient"])
+def test_a_row_past_the_count_that_is_read_is_told(
+    reader: str, monkeypatch: pytest.MonkeyPatch, nan_where_nothing_is_written: None
+) -> None:
+    x, weight, target = head(7, torch.bfloat16)
+    target[2:5] = -100
+    bias = torch.zeros(V, dtype=torch.bfloat16)
+    sample = sample_of("fused_linear_ce", x, weight, target, skip_ignored=True, linear_bias=bias)
+    require("fused_linear_ce", sample)
+    real = getattr(products, reader)
+
+    def reads_more(p: Tensor, factor: Tensor, total: Tensor, count: Tensor, **options: Any) -> None:
+        p[int(count) :] = float("nan")  # where nothing is written
+        more = count + 1
+        real(p, factor.nan_to_num(1.0).where(factor != 0, 1.0), total, more, **options)
+
+    monkeypatch.setattr(products, reader, reads_more)
+    with pytest.raises(AssertionError, match="gradient of linear_"):
+        require("fused_linear_ce", sample)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_exponentials_that_were_overwritten_are_told(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk's gradients are made before the next one's exponentials take their memory."""
+    name, sample = "fused_linear_ce", Sample(head(8, dtype), {"chunk_size": 4}, why="two chunks")
+    require(name, sample)
+    add, results = Gradients.add, Gradients.results
+    late: list[tuple[Chunk, RowMatrix]] = []
+
+    def later(self: Gradients, chunk: Chunk, rows: RowMatrix) -> None:
+        if late:
+            add(self, *late.pop())
+        late.append((chunk, rows))
+
+    def rest(self: Gradients, *args: Any) -> Any:
+        if late:
+            add(self, *late.pop())
+        return results(self, *args)
+
+    monkeypatch.setattr(Gradients, "add", later)
+    monkeypatch.setattr(Gradients, "results", rest)
+    with pytest.raises(AssertionError, match="gradient of"):
+        require(name, sample)
+
+
+@interpreted
+@NAMES
+def test_a_row_has_the_same_bits_beside_others(name: str) -> None:
+    """Its results and its gradient, in other numbers of rows and in other chunks."""
+    x, weight, target = head(19, torch.bfloat16)
+    target[4] = -100
+    bias = torch.linspace(-70, 1, V).bfloat16()  # some rows are far below
+
+    def results(rows: slice, **options: Any) -> tuple[Tensor, ...]:
+        sample = sample_of(name, x[rows], weight, target[rows], linear_bias=bias, **options)
+        found = call(OPS[name], sample, ["input"], grads=lambda outputs: [torch.ones_like(each) for each in outputs])
+        gradient = found.gradients["input"]
+        assert gradient is not None
+        return (*(each.detach() for each in found.outputs), gradient)
+
+    whole = results(slice(0, 19))
+    for rows, options in ((slice(0, 19), {"chunk_size": 7}), (slice(3, 6), {}), (slice(17, 19), {"chunk_size": 1})):
+        for found, wanted in zip(results(rows, **options), whole, strict=True):
+            assert torch.equal(found, wanted[rows])
