@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from llmk.registry.devices import SHARED_MEMORY, kernels_on_cpu, launches_for, use_kernels_on_cpu
 from llmk.registry.eager.bypass import fast_path
 from llmk.registry.eager.launch_cache import captures
 from llmk.registry.eager.launcher import contiguous_layout, launcher_for, with_options
-from llmk.registry.private.kernels import INTERPRET, KNOWS_LAUNCH
+from llmk.registry.private.kernels import INTERPRET, KNOWS_LAUNCH, TensorDescriptor
 from llmk.registry.private.modes import dispatch_modes
 from llmk.registry.private.tensors import empty_on_gpu
 

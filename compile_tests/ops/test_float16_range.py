@@ -10,9 +10,9 @@ from torch import Tensor
 from llmk.opcheck.calls import call, require_accurate
 from llmk.opcheck.cases import Cases
 from llmk.opcheck.judge import judge
-from llmk.ops.linear_loss import products
 from llmk.ops.linear_loss.chunked import float16_scale
 from llmk.ops.linear_loss.chunked._linear import LinearGradients
+from llmk.ops.linear_loss.rows import products
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.chunked._linear import ChunkedLinear
-from llmk.ops.linear_loss.projection import MatrixProjection
+from llmk.ops.linear_loss.rows.projection import MatrixProjection
 from llmk.registry import OPS, Sample
 from llmk.registry.private.operators import schema_of
 

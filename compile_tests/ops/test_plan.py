@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmk.ops.linear_loss.plan import (
+from llmk.ops.linear_loss.rows.plan import (
     GROUP_BUDGET,
     MOST_CHUNKS,
     ROUNDED_CHUNKS,

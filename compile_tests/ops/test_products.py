@@ -10,12 +10,12 @@ from torch import Tensor
 
 from llmk.opcheck.accuracy import unit_in_last_place
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.linear_loss import products
 from llmk.ops.linear_loss.chunked import CompactedTokens
-from llmk.ops.linear_loss.engine import SoftmaxRows
-from llmk.ops.linear_loss.plan import Plan
-from llmk.ops.linear_loss.products import Rows, Transform, Weights
-from llmk.ops.linear_loss.projection import Chunk, Gradients, MatrixProjection, RowMatrix
+from llmk.ops.linear_loss.rows import products
+from llmk.ops.linear_loss.rows.engine import SoftmaxRows
+from llmk.ops.linear_loss.rows.plan import Plan
+from llmk.ops.linear_loss.rows.products import Rows, Transform, Weights
+from llmk.ops.linear_loss.rows.projection import Chunk, Gradients, MatrixProjection, RowMatrix
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
 

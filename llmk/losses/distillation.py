@@ -222,7 +222,7 @@ class _Teachers(NamedTuple):
 
 def _teachers(arguments: Mapping[str, Any]) -> _Teachers:
     """Check the teachers' arguments, single ones or lists of D, and return the lists."""
-    given = {name: arguments[name] for name in (*_Teachers._fields, "teacher_logit_scale")}
+    given = {name: arguments[name] for name in (*_Teachers.__annotations__, "teacher_logit_scale")}
     target, one = arguments["target"], isinstance(given["teacher_input"], Tensor)
     if not one:
         check_list("teacher_input", given["teacher_input"], "tensors, or a tensor")

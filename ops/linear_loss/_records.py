@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import Sizes, product_flops
-from llmk.ops.linear_loss.plan import described, kept_rows
+from llmk.ops.linear_loss.rows.plan import described, kept_rows
 from llmk.registry import Cost, Sample
 
 

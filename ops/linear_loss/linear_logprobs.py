@@ -100,9 +100,7 @@ def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterato
         (randn(9, 16), randn(37, 16), classes(37, 9)), {"skip_ignored": False}, why="ignored tokens not skipped"
     )
     kwargs = {"skip_ignored": False, "chunk_size": 2, "softcap": 4.0}
-    yield Sample(
-        (randn(2, 4, 16), randn(37, 16), classes(37, 2, 4, 1)), kwargs, why="not skipped, one candidate, chunks"
-    )
+    yield Sample((randn(2, 4, 16), randn(37, 16), classes(37, 2, 4, 1)), kwargs, why="not skipped, a candidate, chunks")
     nothing = make.ignored(4)
     yield Sample((randn(4, 8), randn(32, 8), nothing), why="every target ignored")
     yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": False}, why="every target ignored, not skipped")

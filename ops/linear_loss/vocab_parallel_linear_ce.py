@@ -113,9 +113,9 @@ def vocab_parallel_linear_ce(
     """`fused_linear_ce` where each rank of a process group holds the weights of some of the classes.
 
     Loss and gradients are those of all classes. In the forward pass the ranks gather five float32 numbers for each
-    token, however many classes there are; in the backward pass they sum the gradient of `input`, in float32. Every rank makes the call, with slices of its own and the rest alike,
-    and all of them or none want the gradient of `input`. `fused_linear_ce` does this by itself where its
-    `linear_weight` is a DTensor placed `Shard(0)`.
+    token, however many classes there are; in the backward pass they sum the gradient of `input`, in float32. Every rank
+    makes the call, with slices of its own and the rest alike, and all of them or none want the gradient of `input`.
+    `fused_linear_ce` does this by itself where its `linear_weight` is a DTensor placed `Shard(0)`.
 
     Args:
         input: `[..., H]`, float32, float16 or bfloat16, any strides; the same on all ranks.

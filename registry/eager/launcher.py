@@ -8,9 +8,8 @@ import functools
 from typing import Any
 
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from llmk.registry.private.kernels import INTERPRET, TRITON, drivers, launches_watched
+from llmk.registry.private.kernels import INTERPRET, TRITON, TensorDescriptor, drivers, launches_watched
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": True} if TRITON >= (3, 9) and not INTERPRET else {}
 """Options of every launch: sums take products unrounded, as in PyTorch's kernels and not in later Triton's default."""

@@ -107,6 +107,7 @@ launches_watched: Callable[[], bool] = _watcher() if KNOWS_LAUNCH else lambda: T
 """Returns True if a hook or a setting has a part in launches, which only Triton's own launch heeds."""
 
 
+TensorDescriptor = required("triton.tools.tensor_descriptor.TensorDescriptor")
 GPUTarget = find("triton.backends.compiler.GPUTarget", namedtuple("GPUTarget", "backend arch warp_size"))
 ASTSource = required("triton.compiler.ASTSource")
 make_backend = required("triton.compiler.make_backend")

@@ -21,12 +21,12 @@ from llmk.ops.linear_loss.chunked import (
     recomputing_op,
     with_shard,
 )
-from llmk.ops.linear_loss.drivers.rows_call import RowsCall, check_classes, gradients_of
-from llmk.ops.linear_loss.engine import first_pass, in_forward, second_pass
+from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gradients_of
 from llmk.ops.linear_loss.head import DIFFERENTIABLE, check_linear
 from llmk.ops.linear_loss.kernels import Implementation
-from llmk.ops.linear_loss.products import Transform
-from llmk.ops.linear_loss.softmax import STATISTICS, RowGradients, RowResults
+from llmk.ops.linear_loss.rows.engine import first_pass, in_forward, second_pass
+from llmk.ops.linear_loss.rows.products import Transform
+from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults
 from llmk.ops.loss.cross_entropy_options import check_loss_options, counted
 from llmk.registry import (
     PARTIAL,
@@ -149,8 +149,8 @@ def _forward(
     loss, counts = losses.losses(slice(None), results), losses.weights
     if weights is not None:
         loss, counts = loss * weights, counts * weights
-    nothing = torch.empty((0,), dtype=torch.float32, device=loss.device)
-    entropy, correct = nothing, nothing
+    # Each output has memory of its own, also where it has none.
+    entropy, correct, nothing = (torch.empty((0,), dtype=torch.float32, device=loss.device) for _ in range(3))
     if call.with_metrics:
         correct = (largest & losses.mask).float()
         entropy, correct = _metrics(full_call, compacted, results.entropy, correct, reduction)

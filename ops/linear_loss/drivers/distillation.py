@@ -34,7 +34,7 @@ from llmk.ops.linear_loss.chunked import (
     scaled,
     with_shard,
 )
-from llmk.ops.linear_loss.drivers.rows_call import NOT_IGNORED
+from llmk.ops.linear_loss.drivers._rows_call import NOT_IGNORED
 from llmk.ops.linear_loss.head import DIFFERENTIABLE, checked_linear
 from llmk.ops.linear_loss.kernels import MOST_SUPPORT, CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
 from llmk.ops.loss.divergence_math import Mixture

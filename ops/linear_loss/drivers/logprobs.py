@@ -24,13 +24,13 @@ from llmk.ops.linear_loss.chunked import (
     recomputing_op,
     with_shard,
 )
-from llmk.ops.linear_loss.drivers.rows_call import RowsCall, check_classes, gradients_of, supports
-from llmk.ops.linear_loss.engine import SoftmaxRows, first_pass, in_forward, second_pass
+from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gradients_of, supports
 from llmk.ops.linear_loss.head import DIFFERENTIABLE
 from llmk.ops.linear_loss.kernels import MOST, MOST_SUPPORT, Candidates, Implementation, LogitTransform
-from llmk.ops.linear_loss.plan import Plan, fits
-from llmk.ops.linear_loss.products import Transform
-from llmk.ops.linear_loss.softmax import STATISTICS, RowGradients, RowResults, Statistics
+from llmk.ops.linear_loss.rows.engine import SoftmaxRows, first_pass, in_forward, second_pass
+from llmk.ops.linear_loss.rows.plan import Plan, fits
+from llmk.ops.linear_loss.rows.products import Transform
+from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, Statistics
 from llmk.registry import (
     PARTIAL,
     REPLICATE,

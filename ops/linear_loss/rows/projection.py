@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss import products
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
-from llmk.ops.linear_loss.products import FLOAT16_SCALE, Rows, Weights
-from llmk.ops.linear_loss.softmax import RowGradients, Statistics
+from llmk.ops.linear_loss.rows import products
+from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, Rows, Weights
+from llmk.ops.linear_loss.rows.softmax import RowGradients, Statistics
 from llmk.registry import cdiv
 
 ALIGNED = 16
@@ -48,6 +48,7 @@ class RowMatrix:
     own_stored: Tensor  # float32 [M], the entries of own columns
     columns: Tensor | None = None  # int32 [M, K], of entries that take another column's place
     stored: Tensor | None = None  # float32 [M, K]
+    holds_own: bool = False  # P has the entries of own columns already
 
 
 class RowsOfLogits(NamedTuple):
@@ -339,7 +340,8 @@ class Gradients:
             factors = torch.cat((factors[:1] / unit, factors[1:]))
         of_rows = Rows(projection.x[chunk.rows], rows.factors, chunk.own, chunk.count)
         own_stored = rows.own_stored if unit == 1.0 else rows.own_stored * unit
-        products.scale_rows(of_rows, rows.p, scaled, rows.factors[0], own_stored, scale)
+        entry = None if rows.holds_own else own_stored
+        products.scale_rows(of_rows, rows.p, scaled, rows.factors[0], entry, scale)
         if rows.columns is not None and rows.stored is not None:
             projection.put(rows.p, rows.columns, rows.stored * unit, chunk.count)
         if self.need[0]:
@@ -354,7 +356,8 @@ class Gradients:
 
     def _add_matrices(self, projection: MatrixProjection, chunk: Chunk, rows: RowMatrix, first: bool) -> None:
         p, weight = rows.p, projection.weights.weight
-        projection.put(p, chunk.own.unsqueeze(-1), rows.own_stored.unsqueeze(-1), chunk.count)
+        if not rows.holds_own:
+            projection.put(p, chunk.own.unsqueeze(-1), rows.own_stored.unsqueeze(-1), chunk.count)
         if rows.columns is not None and rows.stored is not None:
             projection.put(p, rows.columns, rows.stored, chunk.count)
         factor = rows.factors[0].unsqueeze(-1)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_cpu, cap_slope_cpu
-from llmk.ops.linear_loss._products_kernels import (
+from llmk.ops.linear_loss.rows._products_kernels import (
     bias_gradient_kernel,
     coefficients_kernel,
     combine_kernel,
@@ -38,7 +38,7 @@ from llmk.ops.linear_loss._products_kernels import (
     target_logits_kernel,
     weight_gradient_kernel,
 )
-from llmk.ops.linear_loss.softmax import STATISTICS
+from llmk.ops.linear_loss.rows.softmax import STATISTICS
 from llmk.registry import cdiv, empty, next_power_of_2, num_programs, wrap_triton
 from llmk.registry.devices import INTERPRET, shared_memory
 from llmk.registry.launch import describable, descriptor
@@ -263,9 +263,9 @@ def gathered(x: Tensor, place: Tensor, count: Tensor, out: Tensor) -> None:
 
 
 def scale_rows(
-    rows: Rows, p: Tensor, scaled: Tensor, factor: Tensor, entry: Tensor, scale: Tensor | None = None
+    rows: Rows, p: Tensor, scaled: Tensor, factor: Tensor, entry: Tensor | None, scale: Tensor | None = None
 ) -> None:
-    """Write r x to `scaled`, r times `scale` where given, and the entries `[M]` of the rows' own classes into P."""
+    """Write r x to `scaled`, r times `scale` where given, and the entries `[M]` of own classes into P."""
     M, H = rows.x.shape
     wrap_triton(scale_rows_kernel)[(M,)](
         rows.x, p, scaled, factor, rows.own, entry, rows.count, scale, H, rows.x.stride(0), p.stride(0),

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, LinearCall
-from llmk.ops.linear_loss.engine import SoftmaxRows
 from llmk.ops.linear_loss.kernels import Implementation
-from llmk.ops.linear_loss.plan import Plan, kept_rows, plan
-from llmk.ops.linear_loss.products import Transform, Weights
-from llmk.ops.linear_loss.projection import ALIGNED, Gradients
-from llmk.ops.linear_loss.support import Support
+from llmk.ops.linear_loss.rows.engine import SoftmaxRows
+from llmk.ops.linear_loss.rows.plan import Plan, kept_rows, plan
+from llmk.ops.linear_loss.rows.products import Transform, Weights
+from llmk.ops.linear_loss.rows.projection import ALIGNED, Gradients
+from llmk.ops.linear_loss.rows.support import Support
 from llmk.registry import cdiv
 
 NOT_IGNORED = -1

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.softmax import RowGradients, RowResults, Statistics
+from llmk.ops.linear_loss.rows.softmax import RowGradients, RowResults, Statistics
 
 if TYPE_CHECKING:
-    from llmk.ops.linear_loss.engine import Classes, SoftmaxRows
-    from llmk.ops.linear_loss.projection import Chunk
+    from llmk.ops.linear_loss.rows.engine import Classes, SoftmaxRows
+    from llmk.ops.linear_loss.rows.projection import Chunk
 
 
 @dataclass(frozen=True)

@@ -364,9 +364,10 @@ def scale_rows_kernel(
         cols = start + tl.arange(0, BLOCK_H)
         x = tl.load(x_ptr + row * x_stride + cols, mask=(cols < H) & counts, other=0.0).to(tl.float32)
         tl.store(scaled_ptr + row * H + cols, (x * r).to(scaled_ptr.dtype.element_ty), mask=cols < H)
-    own = tl.load(own_ptr + row, mask=inside, other=-1).to(tl.int64)
-    entry = tl.load(entry_ptr + row, mask=inside, other=0.0)
-    tl.store(p_ptr + row * p_stride + own, entry.to(p_ptr.dtype.element_ty), mask=inside & (own >= 0))
+    if entry_ptr is not None:
+        own = tl.load(own_ptr + row, mask=inside, other=-1).to(tl.int64)
+        entry = tl.load(entry_ptr + row, mask=inside, other=0.0)
+        tl.store(p_ptr + row * p_stride + own, entry.to(p_ptr.dtype.element_ty), mask=inside & (own >= 0))
 
 
 @jit

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
-from llmk.ops.linear_loss.plan import Plan
-from llmk.ops.linear_loss.products import FLOAT16_SCALE, Transform, Weights
-from llmk.ops.linear_loss.projection import (
+from llmk.ops.linear_loss.rows.plan import Plan
+from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, Transform, Weights
+from llmk.ops.linear_loss.rows.projection import (
     LARGEST_EXPONENT,
     Chunk,
     Gradients,
@@ -32,7 +32,7 @@ from llmk.ops.linear_loss.projection import (
     matrix,
     projection_of,
 )
-from llmk.ops.linear_loss.softmax import (
+from llmk.ops.linear_loss.rows.softmax import (
     STATISTICS,
     Coefficients,
     RowGradients,
@@ -41,7 +41,7 @@ from llmk.ops.linear_loss.softmax import (
     coefficients,
     row_results,
 )
-from llmk.ops.linear_loss.support import Support
+from llmk.ops.linear_loss.rows.support import Support
 from llmk.registry import gradient_of
 
 
@@ -270,9 +270,7 @@ class RowParts:
         self.parts.append((stats.values, results, largest))
 
     def whole(self) -> tuple[Tensor, RowResults, Tensor]:
-        """Return the statistics `[5, N]`, the results, and the mask `[N]`."""
-        if len(self.parts) == 1:
-            return self.parts[0]
+        """Return the statistics `[5, N]`, the results, and the mask `[N]`, each with memory of its own."""
         stats, results, largest = zip(*self.parts, strict=True)
         whole = RowResults(*(torch.cat(each) for each in zip(*results, strict=True)))
         return torch.cat(stats, -1), whole, torch.cat(largest)
@@ -326,4 +324,6 @@ def second_pass(
         if p is None and not serves:
             p = rows.row_matrix()
         part = kept[block] if kept is not None and serves else p[: block.stop - block.start]
-        gradients.add(chunk, rows.matrix_of(chunk, classes, of_rows, grads, part, serves))
+        made = rows.matrix_of(chunk, classes, of_rows, grads, part, serves)
+        # Exponentials that are kept have the entries already: another backward pass may read them.
+        gradients.add(chunk, replace(made, holds_own=True) if serves else made)
