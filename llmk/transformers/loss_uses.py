@@ -14,7 +14,7 @@ from torch import nn
 
 from llmk.transformers.guards import Fact, Facts
 from llmk.transformers.probe import Differs
-from llmk.transformers.rewrite import Source, argument_names
+from llmk.transformers.rewrite import Source, argument_names, load
 
 METADATA = ("device", "dtype")
 SIZES = ("shape", "size")
@@ -202,8 +202,9 @@ class Uses:
                 return
             case ast.Compare(ast.Name("labels"), [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
                 return
-            case ast.Call(ast.Name("getattr"), [ast.Attribute() as of, ast.Constant(), *_]) if _root(of) == "self":
-                yield self._of_self(ast.unparse(node), self._value(of, node))
+            case ast.Call(ast.Name("getattr"), [of, *more]) if _root(whole := self._inlined(of)) == "self":
+                call = ast.Call(load("getattr"), [whole, *more], [])
+                yield self._of_self(ast.unparse(call), _evaluated(call, self._model))
             case ast.Attribute() if _root(whole := self._inlined(node)) == "self":
                 name = ast.unparse(whole).removeprefix("self.")
                 if name.split(".")[0] != added and name != "training":
@@ -230,10 +231,6 @@ class Uses:
         named = [n for n in ast.walk(self._source.definition) if isinstance(n, ast.NamedExpr)]
         values = [s.value for s in self._assigned for t in s.targets if isinstance(t, ast.Name) and t.id == name]
         return values + [n.value for n in named if n.target.id == name]
-
-    def _value(self, holder: ast.Attribute, call: ast.Call) -> Any:
-        default = ast.literal_eval(call.args[2]) if len(call.args) > 2 else MISSING
-        return getattr(self._source.lookup(self._model, ast.unparse(holder)), ast.literal_eval(call.args[1]), default)
 
     def _of_self(self, expression: str, value: Any) -> Fact:
         if value is None or isinstance(value, int | float | str):
