@@ -49,9 +49,18 @@ def _asked(cls: type) -> Iterator[type | None]:
         if not _is_type(node):
             continue
         parent = parents[node]
-        if isinstance(parent, ast.Attribute) and parent.attr in NAMES:
+        if (isinstance(parent, ast.Attribute) and parent.attr in NAMES) or _is_said(node, parents):
             continue
         yield from _compared(parent, node, source) if isinstance(parent, ast.Compare) else [None]
+
+
+def _is_said(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Return True if it stands in a message."""
+    while not isinstance(node, ast.stmt):
+        node = parents[node]
+        if isinstance(node, ast.JoinedStr | ast.Raise):
+            return True
+    return False
 
 
 def _is_type(node: ast.AST) -> bool:

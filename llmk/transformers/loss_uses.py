@@ -14,7 +14,7 @@ from torch import nn
 
 from llmk.transformers.guards import Fact, Facts
 from llmk.transformers.probe import Differs
-from llmk.transformers.rewrite import Source, argument_names
+from llmk.transformers.rewrite import Source, argument_names, load
 
 METADATA = ("device", "dtype")
 SIZES = ("shape", "size")
@@ -90,7 +90,7 @@ class Uses:
                 held = [n for n in ast.walk(statement.value) if self._is_held(n) and not self._is_aside(n)]
                 if any(isinstance(around, LATER) for node in held for around, _ in self._above(node)):
                     return
-                if any(self._is_member(node) for node in held):
+                if any(self._is_member(node) or self._is_shown(node) for node in held):
                     self._tuples.add(name)
                 elif held:
                     self.logits.add(name)
@@ -202,21 +202,35 @@ class Uses:
                 return
             case ast.Compare(ast.Name("labels"), [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
                 return
-            case ast.Call(ast.Name("getattr"), [ast.Attribute() as of, ast.Constant(), *_]) if _root(of) == "self":
-                yield self._of_self(ast.unparse(node), self._value(of, node))
-            case ast.Attribute() if _root(node) == "self":
-                name = ast.unparse(node).removeprefix("self.")
+            case ast.Call(ast.Name("getattr"), [of, *more]) if _root(whole := self._inlined(of)) == "self":
+                call = ast.Call(load("getattr"), [whole, *more], [])
+                yield self._of_self(ast.unparse(call), _evaluated(call, self._model))
+            case ast.Attribute() if _root(whole := self._inlined(node)) == "self":
+                name = ast.unparse(whole).removeprefix("self.")
                 if name.split(".")[0] != added and name != "training":
-                    yield self._of_self(f"self.{name}", self._source.lookup(self._model, f"self.{name}"))
+                    yield self._of_self(f"self.{name}", _evaluated(whole, self._model))
             case ast.Name():
                 yield from self._of_name(node, added, above)
             case _:
                 for child in ast.iter_child_nodes(node):
                     yield from self._facts_in(child, added, above)
 
-    def _value(self, holder: ast.Attribute, call: ast.Call) -> Any:
-        default = ast.literal_eval(call.args[2]) if len(call.args) > 2 else MISSING
-        return getattr(self._source.lookup(self._model, ast.unparse(holder)), ast.literal_eval(call.args[1]), default)
+    def _inlined(self, node: ast.expr) -> ast.expr:
+        """An attribute with what a name of its object was assigned, where that is once."""
+        match node:
+            case ast.Attribute(of, name):
+                return ast.Attribute(self._inlined(of), name, ast.Load())
+            case ast.Call(function, [], []):
+                return ast.Call(self._inlined(function), [], [])
+            case ast.Name(name) if len(values := self._values(name)) == 1 and _root(values[0]) == "self":
+                return self._inlined(values[0])
+        return node
+
+    def _values(self, name: str) -> list[ast.expr]:
+        """What is assigned to a name, on its own."""
+        named = [n for n in ast.walk(self._source.definition) if isinstance(n, ast.NamedExpr)]
+        values = [s.value for s in self._assigned for t in s.targets if isinstance(t, ast.Name) and t.id == name]
+        return values + [n.value for n in named if n.target.id == name]
 
     def _of_self(self, expression: str, value: Any) -> Fact:
         if value is None or isinstance(value, int | float | str):
@@ -230,7 +244,7 @@ class Uses:
             return
         if name in self._arguments:
             raise Differs(f"makes its logits of {name}, an argument of its forward")
-        values = [s.value for s in self._assigned for t in s.targets if isinstance(t, ast.Name) and t.id == name]
+        values = self._values(name)
         code = self._source.function.__code__
         if name in code.co_varnames + code.co_cellvars:
             if not values or name in above:
@@ -256,7 +270,15 @@ def _is_of_numbers(test: ast.AST) -> bool:
     )
 
 
+def _evaluated(node: ast.expr, model: nn.Module) -> Any:
+    try:
+        return eval(ast.unparse(node), {}, {"self": model})
+    except Exception as error:  # whatever the code raises
+        raise Differs(f"makes its logits of {ast.unparse(node)}, which is not to be had") from error
+
+
 def _root(node: ast.AST) -> str | None:
-    while isinstance(node, ast.Attribute):
-        node = node.value
+    """The name in `NAME.attribute.method().attribute`."""
+    while isinstance(node, ast.Attribute) or (isinstance(node, ast.Call) and not (node.args or node.keywords)):
+        node = node.value if isinstance(node, ast.Attribute) else node.func
     return node.id if isinstance(node, ast.Name) else None
