@@ -13,6 +13,7 @@ from llmk import losses
 from llmk.functional import linear_topk
 from llmk.nn import LinearTopK
 from llmk.opcheck.calls import call, require_accurate
+from llmk.ops.linear_loss.drivers.logprobs import TopkCall
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Candidates, LogitTransform, _topk
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
@@ -212,3 +213,12 @@ def test_module() -> None:
 def test_wrong_calls(wrong: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong()
+
+
+def test_a_call_has_no_option_that_the_operator_does_not_offer() -> None:
+    """The head's own defaults are for operators that have the option: every token has its largest classes."""
+    options = {"temperature": 2.0, "logit_scale": 1.0, "softcap": 0.0, "chunk_size": 0}
+    call = TopkCall.checked(
+        {"input": torch.ones(4, 8), "linear_weight": torch.ones(16, 8), "linear_bias": None, "k": 3, **options}
+    )
+    assert (call.temperature, call.skip_ignored, call.shard) == (2.0, False, None)

@@ -153,7 +153,8 @@ class LinearCall(FromArguments):
     def checked(cls, arguments: Mapping[str, Any]) -> Self:
         """Check the projection of a public operator's arguments, cast it under autocast, and return their call."""
         head = Head.of(arguments).checked()
-        call = cls.of({**arguments, **head.arguments()}, float32_logits=head.float32_logits)
+        linear = {name: getattr(head, name) for name in DIFFERENTIABLE}  # cast; the options are the operator's own
+        call = cls.of(arguments, **linear, float32_logits=head.float32_logits)
         call.check_classes()
         return call
 
