@@ -10,6 +10,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # tests run side by side, one on each c
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
@@ -46,10 +47,10 @@ def _refuse_masks_of_numbers() -> None:
     for name, position in (("create_masked_load", 1), ("create_masked_store", 2)):
         original = getattr(InterpreterBuilder, name)
 
-        def strict(self: Any, *args: Any, original: Any = original, position: int = position) -> Any:
-            if args[position].data.dtype != bool:
+        def strict(self: Any, *args: Any, original: Any = original, position: int = position, **named: Any) -> Any:
+            if numpy.asarray(args[position].data).dtype != bool:  # a descriptor's is a plain array
                 raise ValueError("mask has unsupported dtype")
-            return original(self, *args)
+            return original(self, *args, **named)
 
         setattr(InterpreterBuilder, name, strict)
 
