@@ -19,7 +19,7 @@ from benchmarks.report import header
 from benchmarks.run import DTYPE
 from llmk.bench.timing import Timer
 from llmk.bench.ways import way_of
-from llmk.ops.linear_loss.chunked._plan import plan
+from llmk.ops.linear_loss.plan import plan
 from llmk.registry import OPS, Sample
 
 SHAPE, CHUNK_SIZES = (8192, 4096, 128256), (512, 1024, 2048, 4096, 8192, 0)
@@ -39,11 +39,9 @@ def measure(sample: Sample, chunk_size: int, timer: Timer, seconds: float) -> di
     times = [[timer.sustained(call, seconds / ROUNDS) for call in (full, products)] for _ in range(ROUNDS)]
     ms, products_ms = (statistics.mean(column) for column in zip(*times, strict=True))
     x, weight, _ = sample.args
-    chosen = plan(
-        x.shape[0], x.shape[1], weight.shape[0], x.dtype, float32_logits=True, on_host=x.is_cpu, chunk_size=chunk_size
-    )  # fmt: skip
-    rows = {"chunk_rows": chosen.chunk_rows, "block_rows": chosen.block_rows}
-    return {"chunk_size": chunk_size, **rows, "ms": ms, "products_ms": products_ms, "mib": mib}
+    chosen = plan(*x.shape, weight.shape[0], x.dtype, on_host=x.is_cpu, chunk_size=chunk_size)
+    found = {"ms": ms, "products_ms": products_ms, "mib": mib}
+    return {"chunk_size": chunk_size, "chunk_rows": chosen.chunk_rows, **found}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,20 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.ops.linear_loss.chunked import Plan
+from llmk.ops.linear_loss.chunked import plan as plan_of_logits
 from llmk.ops.linear_loss.chunked._linear import ChunkedLinear, add_product
-from llmk.ops.linear_loss.chunked._plan import plan
+from llmk.ops.linear_loss.plan import plan
 
 Call = Callable[[], None]
 
 
-def _chunked(input: Tensor, linear_weight: Tensor, chunk_size: int, **options: Any) -> ChunkedLinear:
-    """The layer in the chunks that logits of the input's dtype would have, which are the largest."""
-    input, linear_weight = input.detach(), linear_weight.detach()
-    chosen = plan(
-        input.shape[:-1].numel(), input.shape[-1], linear_weight.shape[0], input.dtype, float32_logits=False,
-        on_host=input.is_cpu, chunk_size=chunk_size, **options,
-    )  # fmt: skip
-    return ChunkedLinear(input, linear_weight, None, chosen, float32_logits=False)
+def _chunked(input: Tensor, linear_weight: Tensor, chunk_rows: int) -> ChunkedLinear:
+    """The layer in chunks of so many rows, with logits of the input's dtype."""
+    chunks = Plan(chunk_rows, chunk_rows, True)
+    return ChunkedLinear(input.detach(), linear_weight.detach(), None, chunks, float32_logits=False)
+
+
+def _as_planned(input: Tensor, linear_weight: Tensor, chunk_size: int) -> ChunkedLinear:
+    """The layer in the chunks of the losses that have no logits."""
+    sizes = input.shape[:-1].numel(), input.shape[-1], linear_weight.shape[0]
+    chosen = plan(*sizes, input.dtype, on_host=input.is_cpu, chunk_size=chunk_size)
+    return _chunked(input, linear_weight, chosen.chunk_rows)
 
 
 class _Products:
@@ -50,7 +55,7 @@ def linear_ce_products(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, chunk_size: int = 0, **options: Any
 ) -> tuple[Call, Call]:
     """`fused_linear_ce`'s products by BLAS: those of a forward pass, and of both."""
-    products = _Products(_chunked(input, linear_weight, chunk_size))
+    products = _Products(_as_planned(input, linear_weight, chunk_size))
     return products.forward, products.full
 
 
@@ -58,7 +63,7 @@ def linear_logprobs_products(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, chunk_size: int = 0, **options: Any
 ) -> tuple[Call, Call]:
     """`linear_logprobs`' four: the backward pass makes the logits again."""
-    products = _Products(_chunked(input, linear_weight, chunk_size, remade=True))
+    products = _Products(_as_planned(input, linear_weight, chunk_size))
 
     def full() -> None:
         products.forward()
@@ -77,8 +82,12 @@ def linear_jsd_products(
     **options: Any,
 ) -> tuple[Call, Call]:
     """`fused_linear_jsd`'s: the student's three and the teacher's one, in chunks that fit both logits."""
-    student = _Products(_chunked(input, linear_weight, chunk_size, layers=2))
-    teacher = _Products(_chunked(teacher_input, teacher_linear_weight, student.linear.plan.chunk_rows))
+    chosen = plan_of_logits(
+        input.shape[:-1].numel(), input.shape[-1], linear_weight.shape[0], input.dtype, float32_logits=False,
+        on_host=input.is_cpu, chunk_size=chunk_size, layers=2,
+    )  # fmt: skip
+    student = _Products(_chunked(input, linear_weight, chosen.chunk_rows))
+    teacher = _Products(_chunked(teacher_input, teacher_linear_weight, chosen.chunk_rows))
 
     def forward() -> None:
         student.forward()

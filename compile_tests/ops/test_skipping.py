@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.linear_loss.chunked import _dynamic_rows, _linear, kept_rows
+from llmk.ops.linear_loss import products
+from llmk.ops.linear_loss.chunked import _dynamic_rows, _linear
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
@@ -21,88 +22,131 @@ pytestmark = [
     ),
 ]
 
-N, H, V = 11, 16, LONGEST_SHORT + 13  # rows of fewer classes have kernels that leave nothing
+N, H, V = 11, 16, 45
 
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fill what a product leaves unwritten past the count with NaN; give the counts of the chunks."""
+    """Fill exponentials and scaled rows with NaN before they are made; give the counts of the chunks.
+
+    Products read blocks of rows: past the count, what is made there is 0 in both.
+    """
     seen: list[int] = []
+    launch_logits, scale_rows = products.launch_logits, products.scale_rows
 
-    def nan_filled(name: str) -> Any:
-        product = getattr(_dynamic_rows, name)
+    def logits(rows: Any, weights: Any, p: Tensor | None, parts: Tensor | None = None, **options: Any) -> None:
+        if p is not None and options.get("place") is None:
+            p.fill_(float("nan"))
+        launch_logits(rows, weights, p, parts, **options)
+        if parts is not None:  # the pass that makes statistics
+            parts[..., int(rows.count) :] = float("nan")
+            seen.append(int(rows.count))
 
-        def run(a: Tensor, b: Tensor, end: Tensor) -> Tensor:
-            result = product(a, b, end)
-            result[int(end) :] = float("nan")
-            seen.append(int(end))
-            return result
+    def scaled_rows(rows: Any, p: Tensor, scaled: Tensor, *args: Any) -> None:
+        scaled.fill_(float("nan"))
+        scale_rows(rows, p, scaled, *args)
 
-        return run
-
-    for name in ("outputs", "input_gradient"):
-        monkeypatch.setattr(_linear, name, nan_filled(name))
-
-    def float32_outputs(x: Tensor, weight: Tensor, end: Tensor, logits: Tensor) -> None:
-        _dynamic_rows.float32_outputs(x, weight, end, logits)
-        logits[int(end) :] = float("nan")
-        seen.append(int(end))
-
-    monkeypatch.setattr(_linear, "float32_outputs", float32_outputs)
+    monkeypatch.setattr(products, "launch_logits", logits)
+    monkeypatch.setattr(products, "scale_rows", scaled_rows)
     return seen
 
 
-def inputs(features: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(N, features, dtype=torch.bfloat16), torch.randn(V, features, dtype=torch.bfloat16)
+def inputs() -> tuple[Tensor, Tensor]:
+    return torch.randn(N, H, dtype=torch.bfloat16), torch.randn(V, H, dtype=torch.bfloat16)
+
+
+def chunk_counts(counted: int, chunk_size: int) -> list[int]:
+    size = chunk_size or N
+    return [min(max(counted - start, 0), size, N - start) for start in range(0, N, size)]
 
 
 @pytest.mark.parametrize("counted", [0, 1, 7, N])
-@pytest.mark.parametrize("chunk_size", [0, 4, 6])
-@pytest.mark.parametrize("logits_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", ["fused_linear_ce", "linear_logprobs", "fused_linear_jsd"])
-def test_nothing_past_the_count_is_read(
-    name: str, logits_dtype: torch.dtype | None, chunk_size: int, counted: int, ends: list[int]
-) -> None:
-    target = torch.randint(0, V, (N,))
-    target[torch.randperm(N)[counted:]] = -100
-    kwargs: dict[str, Any] = {"skip_ignored": True, "chunk_size": chunk_size, "logits_dtype": logits_dtype}
-    args: tuple[Tensor, ...] = (*inputs(H), target)
-    if name == "fused_linear_jsd":
-        args, kwargs = (*inputs(H), *inputs(24)), kwargs | {"labels": target}
-    sample = Sample(args, kwargs, why=f"{counted} tokens count")
+@pytest.mark.parametrize("chunk_size", [0, 4])
+@pytest.mark.parametrize("name", ["fused_linear_ce", "linear_logprobs"])
+def test_nothing_past_the_count_is_read(name: str, chunk_size: int, counted: int, ends: list[int]) -> None:
+    """Neither are hidden states of tokens that do not count."""
+    (x, weight), target = inputs(), torch.randint(0, V, (N,))
+    ignored = torch.randperm(N)[counted:]
+    target[ignored] = -100
+    sample = Sample((x, weight, target), {"skip_ignored": True, "chunk_size": chunk_size}, why=f"{counted} count")
     require_accurate(OPS[name], sample, call(OPS[name], sample))
-    kept = kept_rows(N, H, V, 4, chunk_size) if name == "linear_logprobs" and logits_dtype is None else 0
-    first = min(chunk_size or N, kept or N)  # a block ends where the rows do whose logits are kept
-    assert ends[0] == min(counted, first)
+    assert ends == chunk_counts(counted, chunk_size)
+    spoiled = x.clone()
+    spoiled[ignored] = float("nan")
+    same = call(OPS[name], Sample((spoiled, weight, target), sample.kwargs, why="NaN where nothing counts"))
+    for found, wanted in zip(same.gradients.values(), call(OPS[name], sample).gradients.values(), strict=True):
+        assert found is not None
+        assert wanted is not None
+        assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_a_bias_sums_no_row_past_the_count(reduction: str, ends: list[int]) -> None:
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"softcap": 3.0}, {"label_smoothing": 0.1}], ids=str)
+def test_a_bias_sums_no_row_past_the_count(options: dict[str, Any], ends: list[int]) -> None:
     target = torch.randint(0, V, (N,)).masked_fill(torch.arange(N) % 3 == 0, -100)
     bias = torch.randn(V, dtype=torch.bfloat16)
-    kwargs = {"linear_bias": bias, "skip_ignored": True, "reduction": reduction, "chunk_size": 4}
-    sample = Sample((*inputs(H), target), kwargs, why="a bias")
+    kwargs = {"linear_bias": bias, "skip_ignored": True, "chunk_size": 4, **options}
+    sample = Sample((*inputs(), target), kwargs, why="a bias")
     require_accurate(OPS["fused_linear_ce"], sample, call(OPS["fused_linear_ce"], sample))
-    assert ends
+    assert ends == chunk_counts(7, 4)
 
 
-def test_rows_that_do_not_fit_take_all_tokens(ends: list[int]) -> None:
+def unaligned(matrix: Tensor) -> Tensor:
+    """The same numbers between aligned addresses, in rows of an odd number of bytes."""
+    wide = torch.zeros(len(matrix), matrix.shape[1] + 3, dtype=matrix.dtype)
+    wide[:, 1:-2] = matrix
+    return wide[:, 1:-2]
+
+
+def test_operands_that_no_descriptor_reads_stop_at_the_count_too(ends: list[int]) -> None:
     target = torch.randint(0, V, (N,)).masked_fill(torch.arange(N) % 3 == 0, -100)
-    sample = Sample((*inputs(H - 4), target), {"skip_ignored": True}, why="rows of 24 bytes")
-    require_accurate(OPS["fused_linear_ce"], sample, call(OPS["fused_linear_ce"], sample))
-    assert not ends
+    x, weight = inputs()
+    losses = [
+        torch.ops.llmk.fused_linear_ce(*args, target, skip_ignored=True)
+        for args in ((x, weight), (unaligned(x), weight), (x, unaligned(weight)))
+    ]
+    assert ends == [7] * 3
+    assert torch.equal(losses[1], losses[0])
+    assert torch.equal(losses[2], losses[0])
 
 
-def test_a_weight_that_begins_between_aligned_addresses_takes_all_tokens(ends: list[int]) -> None:
-    target = torch.randint(0, V, (N,)).masked_fill(torch.arange(N) % 3 == 0, -100)
-    x, weight = inputs(H)
-    wide = torch.zeros(V, H + 8, dtype=torch.bfloat16)
-    wide[:, 1 : H + 1] = weight
-    skipped = torch.ops.llmk.fused_linear_ce(x, wide[:, 1 : H + 1], target, skip_ignored=True)
-    assert not ends
-    torch.ops.llmk.fused_linear_ce(x, weight, target, skip_ignored=True)
-    assert ends
-    assert skipped.isfinite()
+@pytest.fixture
+def ends_of_logits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fill what a product of the divergences leaves unwritten past the count with NaN; give the counts."""
+    seen: list[int] = []
+
+    def spoil(rows: Tensor, end: Tensor) -> Tensor:
+        rows[int(end) :] = float("nan")
+        seen.append(int(end))
+        return rows
+
+    input_gradient, float32_outputs = _dynamic_rows.input_gradient, _dynamic_rows.float32_outputs
+
+    def gradient(dlogits: Tensor, weight: Tensor, end: Tensor) -> Tensor:
+        return spoil(input_gradient(dlogits, weight, end), end)
+
+    def outputs(x: Tensor, weight: Tensor, end: Tensor, logits: Tensor) -> None:
+        float32_outputs(x, weight, end, logits)
+        spoil(logits, end)
+
+    monkeypatch.setattr(_linear, "input_gradient", gradient)
+    monkeypatch.setattr(_linear, "float32_outputs", outputs)
+    return seen
+
+
+@pytest.mark.parametrize("counted", [0, 7])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_divergences_read_nothing_past_the_count(aligned: bool, counted: int, ends_of_logits: list[int]) -> None:
+    """Where rows are not aligned they take all tokens."""
+    classes, features = LONGEST_SHORT + 13, H if aligned else H - 4  # rows of fewer classes leave nothing
+    student, teacher = ((torch.randn(N, h).bfloat16(), torch.randn(classes, h).bfloat16()) for h in (features, 24))
+    labels = torch.randint(0, classes, (N,))
+    labels[torch.randperm(N)[counted:]] = -100
+    sample = Sample(
+        (*student, *teacher), {"skip_ignored": True, "chunk_size": 6, "labels": labels}, why=f"{counted} count"
+    )
+    require_accurate(OPS["fused_linear_jsd"], sample, call(OPS["fused_linear_jsd"], sample))
+    assert bool(ends_of_logits) == aligned
+    assert not aligned or ends_of_logits[0] == min(counted, 6)
 
 
 G, S = 5, 3
@@ -168,7 +212,7 @@ def test_a_chunk_of_whole_groups_has_its_own_count(
     assert each != 1 or counts[1] == 0
     with FlopCounterMode(display=False) as counter:
         found = call(OPS[name], sample)
-    assert ends == [count for count in counts for _ in ("logits", "dx")]
+    assert ends == counts
     assert counter.get_total_flops() == 3 * 2 * G * group * H * V
     require_accurate(OPS[name], sample, found)
 
@@ -181,7 +225,7 @@ def test_a_group_that_no_chunk_holds_is_skipped_over_the_batch(
     require_accurate(OPS[name], sample, call(OPS[name], sample))
     total = int((sample.args[2] != -100).sum())
     starts = range(0, G * group, 2)
-    assert ends[: len(starts)] == [min(max(total - start, 0), min(2, G * group - start)) for start in starts]
+    assert ends == [min(max(total - start, 0), min(2, G * group - start)) for start in starts]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -193,7 +237,7 @@ def test_compiled_groups(
     op, sample = OPS[name], make(options, 2 * group)
     fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), fullgraph=True, dynamic=dynamic)
     require_accurate(op, sample, call(op, sample, fn=fn))
-    assert len(ends) == 2 * 3
+    assert len(ends) == 3
 
 
 @groups

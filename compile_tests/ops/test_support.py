@@ -12,8 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from llmk.nn import LinearLogProbs
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss._records import Make, linear_reference
-from llmk.ops.linear_loss.kernels import KERNELS, MOST_SUPPORT, PYTORCH, LogitTransform, _logprobs
-from llmk.registry import OPS, Op, Sample, jit
+from llmk.ops.linear_loss.drivers import logprobs
+from llmk.ops.linear_loss.engine import SoftmaxRows
+from llmk.ops.linear_loss.kernels import MOST_SUPPORT
+from llmk.ops.linear_loss.support import Support
+from llmk.registry import OPS, Op, Sample
 from llmk.registry.devices import INTERPRET
 
 H, V, L = 8, 37, 7
@@ -63,8 +66,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("tokens", "options"),  # the logits of all 6 tokens are kept, of 6 of 13 and of none of 33
-    [*((6, options) for options in OPTIONS), (13, OPTIONS[0]), (13, OPTIONS[3]), (33, OPTIONS[0])],
+    ("tokens", "options"),
+    [*((6, options) for options in OPTIONS), (33, OPTIONS[0])],
     ids=str,
 )
 @pytest.mark.kernels
@@ -106,32 +109,25 @@ def test_all_classes_are_the_plain_softmax(device: torch.device) -> None:
     torch.testing.assert_close((*results[0], *gradients[0]), (*results[1], *gradients[1]), rtol=0, atol=0)
 
 
+@pytest.mark.kernels
 def test_padding_as_a_class_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = _logprobs._kept_cpu
-    wraps = lambda ids, *rest: original(torch.where(ids < 0, V - 1, ids), *rest)  # noqa: E731
-    monkeypatch.setattr(_logprobs, "_kept_cpu", wraps)
+    require(replay(9))
+    monkeypatch.setattr(logprobs, "supports", lambda ids: Support(torch.where(ids < 0, V - 1, ids)))
     with pytest.raises(AssertionError):
         require(replay(9))
 
 
-@jit
-def _counts_repeated_ids(support_ptr, row, k, L, ids, target):
-    return k < 0, k >= 0
-
-
-@jit
-def _keeps_padding(support_ptr, row, k, L, first_class, V, num_classes):
-    ids = _logprobs.tl.load(support_ptr + row * L + k, mask=k < L, other=-1)
-    return _logprobs.tl.where(ids < 0, 0, ids), k < L, row >= 0, row < 0
-
-
-@pytest.mark.parametrize(("name", "mutant"), [("_compare", _counts_repeated_ids), ("_support", _keeps_padding)])
 @pytest.mark.kernels
-def test_kernels_that_count_what_is_none_are_told(name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not INTERPRET:
-        pytest.skip("kernels run in Triton's interpreter")
-    require(replay(9))
-    monkeypatch.setattr(_logprobs, name, mutant)
+def test_a_repeated_id_that_counts_twice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Support.logits
+
+    def repeated(self: Support, of: SoftmaxRows, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        ids, columns, y, slopes = original(self, of, rows)
+        again = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
+        assert again.any()
+        return ids, columns, torch.cat((y[:, :1], torch.where(again, y[:, :-1], y[:, 1:])), -1), slopes
+
+    monkeypatch.setattr(Support, "logits", repeated)
     with pytest.raises(AssertionError):
         require(replay(9))
 
@@ -172,31 +168,6 @@ def test_an_id_past_the_last_class(device: torch.device) -> None:
     (dx,) = torch.autograd.grad(logprobs.sum() + entropy.sum(), x)
     for results in (logprobs, entropy, dx.sum(-1)):
         assert results.isnan().tolist() == [i == 1 for i in range(6)]
-
-
-@pytest.mark.kernels
-def test_supports_over_slices_of_the_classes(device: torch.device) -> None:
-    """Statistics of slices combined, and gradients of slices, beside those of whole rows."""
-    impl = (KERNELS if INTERPRET or device.type == "cuda" else PYTORCH).logprobs
-    make = Make(device, torch.float32)
-    logits, target = make.randn(9, V), make.classes(V, 9).unsqueeze(-1)
-    support = make.support(target, V, L)
-    grad, entropy_grad = make.randn(9, 1), make.randn(9)
-
-    def over(classes: slice) -> tuple[Tensor, LogitTransform]:
-        return logits[:, classes].contiguous(), LogitTransform(-100, 1.0, 0.0, 0.5, classes.start, V)
-
-    slices = [over(slice(0, 16)), over(slice(16, 20)), over(slice(20, V))]
-    whole = over(slice(0, V))
-    parts = torch.cat([impl.statistics(own, target, transform, support) for own, transform in slices])
-    combined = impl.combine(parts, target, whole[1])
-    alone = impl.combine(impl.statistics(whole[0], target, whole[1], support), target, whole[1])
-    torch.testing.assert_close(combined[:2], alone[:2])
-    gradients = []
-    for own, transform in (whole, *slices):
-        impl.gradients(grad, entropy_grad, own, target, alone[2], own, transform, support)
-        gradients.append(own)
-    torch.testing.assert_close(torch.cat(gradients[1:], -1), gradients[0])
 
 
 def test_one_graph_for_any_number_of_tokens_and_ids() -> None:

@@ -154,9 +154,12 @@ def a_class_that_no_rank_has(rank: int, world: int) -> None:
 
 
 def what_is_exchanged(rank: int, world: int) -> None:
-    """In the forward pass three numbers a token, in the backward pass the gradient of the input; no class counts."""
+    """In the forward pass five numbers a token, in the backward pass the gradient of the input; no class counts.
+
+    They are the target's logit, the largest, and three sums.
+    """
     N, H = 11, 8
-    for smoothing, numbers in ((0.0, 3), (0.1, 5)):
+    for smoothing in (0.0, 0.1):
         for V in (16, 1600):
             sent: list[tuple[str, int]] = []
             real = {
@@ -188,7 +191,7 @@ def what_is_exchanged(rank: int, world: int) -> None:
                     num_classes=V,
                     group_name=dist.group.WORLD.group_name,  # type: ignore[union-attr]
                 )
-                gathers = [("all_gather_into_tensor", numbers * 6), ("all_gather_into_tensor", numbers * 5)]
+                gathers = [("all_gather_into_tensor", numbers * rows) for rows in (6, 5) for numbers in (1, 1, 3)]
                 assert sent == gathers, f"{sent} where {gathers} is right"
                 sent.clear()
                 loss.backward()
