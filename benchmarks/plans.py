@@ -16,10 +16,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from llmk.ops.linear_loss.plan import ROW_MULTIPLE, Plan, memory, plan
 
 from benchmarks.report import header
 from llmk.bench.timing import Timer
-from llmk.ops.linear_loss.plan import ROW_MULTIPLE, Plan, memory, plan
 from llmk.registry import OPS, cdiv
 
 DTYPE = torch.bfloat16

@@ -92,7 +92,7 @@ def describable(x: Tensor) -> bool:
     return aligned and x.stride(1) == 1 and x.numel() > 0
 
 
-def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+def descriptor(x: Tensor, block: list[int]) -> Any:
     """Describe a matrix for a kernel that loads or stores blocks of it: zeros outside of it, nothing stored there."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 

@@ -243,10 +243,10 @@ def _log_probabilities() -> Pattern:
     """Match log-probabilities of chosen classes: of `F.log_softmax`, or of the logits less their `logsumexp`."""
     axis, index = Arg("axis"), Arg("index")
     logarithms = Cast(Call("log_softmax", _logits(), Arg("dim"), dtype=Arg("dtype")))
-    return _whole(logarithms, axis, index) | _of_logits(axis, index)
+    return _log_softmax(logarithms, axis, index) | _of_logits(axis, index)
 
 
-def _whole(x: Pattern, axis: Pattern, index: Pattern) -> Pattern:
+def _log_softmax(x: Pattern, axis: Pattern, index: Pattern) -> Pattern:
     return chosen(x, axis, index) | With("at_places", True, AtPlaces(x, index))
 
 

@@ -73,7 +73,7 @@ def _by_halves(name: str) -> Pattern:
         ahead = Call("sub", a_cos, b_sin) | Call("add", a_cos, minus_b), Call("add", b_cos, a_sin)
         back = Call("add", a_cos, b_sin), Call("sub", b_cos, a_sin) | Call("add", b_cos, minus_a)
         for backwards, (first, second) in ((False, ahead), (True, back)):
-            parts = [Cast(first), Cast(second)]
+            parts: list[Pattern] = [Cast(first), Cast(second)]
             found.append(With("backwards", backwards, With("of_pairs", of_pairs, _side_by_side(parts))))
             if of_pairs:  # neighbours again; DeepSeek's come out as halves
                 pairs = _in_pairs(*parts)

@@ -13,7 +13,6 @@ from llmk.ops.linear_loss.rows.engine import SoftmaxRows
 from llmk.ops.linear_loss.rows.plan import Plan, kept_rows, plan
 from llmk.ops.linear_loss.rows.products import Transform, Weights
 from llmk.ops.linear_loss.rows.projection import ALIGNED, Gradients
-from llmk.ops.linear_loss.rows.support import Support
 from llmk.registry import cdiv
 
 NOT_IGNORED = -1
@@ -113,10 +112,6 @@ def gradients_of(
 ) -> Gradients:
     """Return gradients to add to, of the rows' input, weight and bias."""
     return Gradients(rows.projection, rows.compacted, need, dtypes, rows.plan.rounded_sums)
-
-
-def supports(tensor: Tensor | None) -> Support | None:
-    return None if tensor is None else Support(tensor.reshape(-1, tensor.shape[-1]))
 
 
 def check_classes(impl: Implementation, classes: Tensor, call: RowsCall) -> None:

@@ -24,13 +24,14 @@ from llmk.ops.linear_loss.chunked import (
     recomputing_op,
     with_shard,
 )
-from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gradients_of, supports
+from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gradients_of
 from llmk.ops.linear_loss.head import DIFFERENTIABLE
 from llmk.ops.linear_loss.kernels import MOST, MOST_SUPPORT, Candidates, Implementation, LogitTransform
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows, first_pass, in_forward, second_pass
 from llmk.ops.linear_loss.rows.plan import Plan, fits
 from llmk.ops.linear_loss.rows.products import Transform
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, Statistics
+from llmk.ops.linear_loss.rows.support import check_support_ids
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -101,9 +102,9 @@ class LogprobsCall(SoftmaxCall):
             IndexError: On the host, a class or an id of a support is none.
         """
         check_classes(impl, self.target, self)
-        support = supports(self.support)
+        support = None if self.support is None else self.support.reshape(-1, self.support.shape[-1])
         if support is not None and impl.on_host:
-            support.check(self.num_classes)
+            check_support_ids(support, self.num_classes)
         return self.softmax_rows(impl, compacted, chosen, moments=True, support=support)
 
 
@@ -401,9 +402,9 @@ class GroupObjective:
     call: GroupsCall
     compacted: CompactedTokens
 
-    def value(self, block: slice, results: RowResults) -> Tensor:
-        tokens, rows = self.compacted.part(block), max(self.call.group_rows, 1)
-        terms = self.call.terms(slice(block.start // rows, block.stop // rows))
+    def value(self, rows: slice, results: RowResults) -> Tensor:
+        tokens, group = self.compacted.part(rows), max(self.call.group_rows, 1)
+        terms = self.call.terms(slice(rows.start // group, rows.stop // group))
         logprobs, entropy = results.logprobs.squeeze(-1), results.entropy
         return terms.loss(*(tokens.scatter(each).view(-1, *self.call.group) for each in (logprobs, entropy)))
 

@@ -129,7 +129,7 @@ def logits_kernel(
         moment = tl.zeros((BLOCK_M,), dtype=tl.float32)
         weighted = tl.zeros((BLOCK_M,), dtype=tl.float32)
         largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        for i in tl.static_range(PIECES):
+        for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
             col = first_col + i * WIDTH
             cols = col + tl.arange(0, WIDTH)
             y, slope = transformed(pieces[i], bias_ptr, cols, V, inner, outer, softcap, ROUNDED, LOW)
@@ -173,7 +173,7 @@ def logits_kernel(
 def pair_sums(x):
     """Add up the first axis, of 32, pair by pair: a sum whose order depends on no layout of threads."""
     N: tl.constexpr = x.shape[1]
-    for i in tl.static_range(5):
+    for i in tl.static_range(5):  # pyright: ignore[reportGeneralTypeIssues]
         low, high = tl.split(tl.permute(tl.reshape(x, (2, 16 >> i, N)), (1, 2, 0)))
         x = low + high
     return tl.reshape(x, (N,))

@@ -25,6 +25,7 @@ from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, Transform, Weights
 from llmk.ops.linear_loss.rows.projection import (
     LARGEST_EXPONENT,
     Chunk,
+    Classes,
     Gradients,
     KernelProjection,
     MatrixProjection,
@@ -53,22 +54,6 @@ class Objective(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Classes:
-    """The classes of a chunk's rows whose probabilities are asked for, and the one that is left out of its sums."""
-
-    ids: Tensor  # int64 [M, K]
-    columns: Tensor  # int32 [M, K] among this rank's classes; negative where a class does not count or is elsewhere
-    counts: Tensor  # bool [M, K]
-    y: Tensor  # float32 [M, K], transformed logits, NaN of a class that is none
-    slopes: Tensor | None  # float32 [M, K], dy / dz
-    best: Tensor | None  # int64 [M, 1], which of them is the row's own; None where there is one
-
-    def own(self, values: Tensor) -> Tensor:
-        """Return the values `[M]` of the rows' own classes, of those of all `[M, K]`."""
-        return values.squeeze(1) if self.best is None else values.gather(1, self.best).squeeze(1)
-
-
 @dataclass
 class SoftmaxRows:
     """The rows of a loss over a vocabulary, in chunks.
@@ -95,8 +80,9 @@ class SoftmaxRows:
     by_kernels: bool
     moments: bool = False
     leaves_out_own: bool = True
-    support: Support | None = None
+    support: Tensor | None = None  # ids, [N, L]
     projection: KernelProjection | MatrixProjection = field(init=False)
+    _support: Support | None = field(init=False, default=None)
     _all: tuple[Chunk, Classes] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -107,6 +93,8 @@ class SoftmaxRows:
         columns = ids - self.first_class
         here = self._valid & (columns >= 0) & (columns < self.weights.weight.shape[0])
         self._columns = columns.masked_fill(~here, -1).int()
+        if self.support is not None:
+            self._support = Support(self.support, ids, self.projection, self.first_class, self.num_classes)
 
     @property
     def transform(self) -> Transform:
@@ -168,8 +156,8 @@ class SoftmaxRows:
         assert y_own is not None
         if not self.leaves_out_own:
             own, y_own = torch.full_like(own, -1), torch.full_like(y_own, float("-inf"))
-        if self.support is not None:
-            cuts = self.support.cuts(rows)
+        if self._support is not None:
+            cuts = self._support.cuts(rows)
             mask, own = mask & ~cuts, own.masked_fill(cuts, -1)
         y_own = y_own.masked_fill(~mask, 0.0)
         # A logit of +inf that counts makes its row NaN; as a reference it says that a row does not count.
@@ -184,8 +172,8 @@ class SoftmaxRows:
             logprobs, *others = own_results.unbind()
             return stats, RowResults(logprobs.unsqueeze(1), *others), is_largest
         results = row_results(stats, classes.y, weighted, classes.counts)
-        if self.support is not None:
-            stats, results = self.support.results(self, chunk.rows, classes, stats, results)
+        if self._support is not None:
+            stats, results = self._support.results(chunk.rows, classes, stats, results)
         return stats, results, is_largest
 
     @property
@@ -233,9 +221,9 @@ class SoftmaxRows:
         factors = torch.stack((row_factor, lost.masked_fill(chunk.own < 0, 0.0)))
         if self.has_one_class:
             return RowMatrix(p, factors, own_stored)
-        if self.support is not None:
-            own = self.support.entries(self, chunk, classes, stats, grads)
-            columns = columns.masked_fill(self.support.cuts(chunk.rows).unsqueeze(-1), -1)
+        if self._support is not None:
+            own = self._support.entries(chunk, classes, stats, grads)
+            columns = columns.masked_fill(self._support.cuts(chunk.rows).unsqueeze(-1), -1)
             columns = torch.cat((columns, own[0]), -1)
             stored = torch.cat((stored, own[1] / (size * factor).unsqueeze(-1)), -1)
         return RowMatrix(p, factors, own_stored, columns.contiguous(), stored.contiguous())
@@ -314,16 +302,18 @@ def second_pass(
 
     Exponentials that were kept serve as they are where they do; what is `weighted` in the results is not made again.
     """
-    p = rows.row_matrix() if kept is None else None
+    p: Tensor | None = None
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
         of_rows = Statistics(stats[:, block])
         results = row_results(of_rows, classes.y, torch.zeros_like(of_rows.rest), classes.counts)
         grads = row_gradients(block, results)
         serves = kept is not None and rows.exponentials_serve(grads)
-        if p is None and not serves:
-            p = rows.row_matrix()
-        part = kept[block] if kept is not None and serves else p[: block.stop - block.start]
+        if kept is not None and serves:
+            part = kept[block]
+        else:
+            p = rows.row_matrix() if p is None else p
+            part = p[: block.stop - block.start]
         made = rows.matrix_of(chunk, classes, of_rows, grads, part, serves)
         # Exponentials that are kept have the entries already: another backward pass may read them.
         gradients.add(chunk, replace(made, holds_own=True) if serves else made)

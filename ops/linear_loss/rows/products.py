@@ -147,7 +147,7 @@ def target_logits(
 
 
 class Rows(NamedTuple):
-    """Some rows of a projection, x `[M, H]`, contiguous in its last dimension, of which the first `count` count.
+    """Some rows of a projection, x `[M, H]`, contiguous in its last dimension, of which the first `end` count.
 
     `numbers [4, M]` has their references and the coefficients of `gradients`, and `own` the column of the class that is
     left out, negative for none.
@@ -156,7 +156,7 @@ class Rows(NamedTuple):
     x: Tensor
     numbers: Tensor  # float32
     own: Tensor  # int32 [M]
-    count: Tensor  # int32 [1]
+    end: Tensor  # int32 [1]
 
 
 class Weights(NamedTuple):
@@ -188,7 +188,7 @@ def launch_logits(
         descriptor(rows.x, [tile.rows, tile.depth]) if described else rows.x,
         descriptor(weight, [tile.columns, tile.depth]) if described else weight,
         descriptor(p, [tile.rows, tile.columns // pieces]) if p is not None and p_described else p,
-        bias, class_weight, rows.numbers, rows.own, rows.count, place, parts,
+        bias, class_weight, rows.numbers, rows.own, rows.end, place, parts,
         rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(), 0 if p is None else p.stride(0),
         transform.inner, transform.outer, transform.softcap or None,
         GRADIENTS=gradients, MOMENTS=moments, ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
@@ -268,7 +268,7 @@ def scale_rows(
     """Write r x to `scaled`, r times `scale` where given, and the entries `[M]` of own classes into P."""
     M, H = rows.x.shape
     wrap_triton(scale_rows_kernel)[(M,)](
-        rows.x, p, scaled, factor, rows.own, entry, rows.count, scale, H, rows.x.stride(0), p.stride(0),
+        rows.x, p, scaled, factor, rows.own, entry, rows.end, scale, H, rows.x.stride(0), p.stride(0),
         BLOCK_H=row_block(H), num_warps=4,
     )  # fmt: skip
 
@@ -291,7 +291,7 @@ def input_gradient(
     wrap_triton(input_gradient_kernel)[(cdiv(M, tile.rows) * cdiv(H, tile.columns),)](
         descriptor(p, [tile.rows, tile.depth]) if described else p,
         descriptor(weight, [tile.depth, tile.columns]) if described else weight,
-        weight, dx, factors, rows.own, rows.count, place, V, H, M, p.stride(0), *weight.stride(),
+        weight, dx, factors, rows.own, rows.end, place, V, H, M, p.stride(0), *weight.stride(),
         DESCRIBED=described, WIDEN=INTERPRET, GROUP_M=8, **tile.arguments(),
     )  # fmt: skip
 

@@ -40,6 +40,22 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Classes:
+    """The classes of a chunk's rows whose probabilities are asked for, and the one that is left out of its sums."""
+
+    ids: Tensor  # int64 [M, K]
+    columns: Tensor  # int32 [M, K] among this rank's classes; negative where a class does not count or is elsewhere
+    counts: Tensor  # bool [M, K]
+    y: Tensor  # float32 [M, K], transformed logits, NaN of a class that is none
+    slopes: Tensor | None  # float32 [M, K], dy / dz
+    best: Tensor | None  # int64 [M, 1], which of them is the row's own; None where there is one
+
+    def own(self, values: Tensor) -> Tensor:
+        """Return the values `[M]` of the rows' own classes, of those of all `[M, K]`."""
+        return values.squeeze(1) if self.best is None else values.gather(1, self.best).squeeze(1)
+
+
+@dataclass(frozen=True)
 class RowMatrix:
     """P of a chunk, whose rows are multiplied by a factor: P's own column has its entry once it is added."""
 
@@ -67,7 +83,11 @@ class Projection(Protocol):
     weights: Weights
     shard: VocabShard | None
     p_dtype: torch.dtype
-    keeps_exponentials: bool
+
+    @property
+    def keeps_exponentials(self) -> bool:
+        """Whether P may hold exponentials until their rows' gradients are known."""
+        ...
 
     def logits(self, rows: slice, columns: Tensor) -> Tensor:
         """Return the float32 logits `[M, K]` of these columns, 0 of those that the weight does not have."""
@@ -144,7 +164,7 @@ class KernelProjection:
         if self.V > 0:
             products.launch_logits(rows, self.weights, p, parts, moments=moments)
         weighted = self.weights.class_weight is not None
-        sums = products.combined(parts, rows.count, moments=moments, weighted=weighted)
+        sums = products.combined(parts, rows.end, moments=moments, weighted=weighted)
         if self.weights.class_weight is not None:
             own = self.weights.class_weight[chunk.own.clamp(min=0).long()].float() * chunk.y_own
             sums[3] += own.masked_fill(chunk.own < 0, 0.0)

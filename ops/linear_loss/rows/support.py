@@ -6,62 +6,50 @@ twice counts once; a row without any is over all classes.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from llmk.ops.linear_loss.rows.projection import Chunk, Classes, Projection
 from llmk.ops.linear_loss.rows.softmax import RowGradients, RowResults, Statistics
-
-if TYPE_CHECKING:
-    from llmk.ops.linear_loss.rows.engine import Classes, SoftmaxRows
-    from llmk.ops.linear_loss.rows.projection import Chunk
 
 
 @dataclass(frozen=True)
 class Support:
-    """The supports `[N, L]` of rows."""
+    """The supports `[N, L]` of rows, whose classes are `[N, K]`."""
 
     ids: Tensor
+    classes: Tensor
+    projection: Projection
+    first_class: int  # of this rank's
+    num_classes: int  # of all ranks
 
     def cuts(self, rows: slice) -> Tensor:
         """Return the mask of the rows that have a support, `[M]`."""
         return (self.ids[rows] >= 0).any(-1)
 
-    def check(self, num_classes: int) -> None:
-        """Check on the host that ids are classes; a fake tensor's are not known.
-
-        Raises:
-            IndexError: One is past the last class.
-        """
-        if type(self.ids) is Tensor and bool((self.ids >= num_classes).any()):
-            raise IndexError(
-                f"support: expected class indices below {num_classes}, or negative ones for none, "
-                f"got {int(self.ids.max())}"
-            )
-
-    def logits(self, of: "SoftmaxRows", rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def logits(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return some rows' ids in their order, their columns, transformed logits and dy / dz, `[M, L]` each.
 
         The logits are -inf of an id that is none or was there before, and NaN in a row with an id that is no class.
         """
         ids = self.ids[rows].long().sort(-1).values
         repeated = torch.nn.functional.pad(ids[:, 1:] == ids[:, :-1], (1, 0))
-        used, wrong = (ids >= 0) & ~repeated, (ids >= of.num_classes).any(-1, keepdim=True)
-        here = used & (ids >= of.first_class) & (ids - of.first_class < of.weights.weight.shape[0])
-        columns = torch.where(here, ids - of.first_class, -1).int()
-        z = of.projection.logits(rows, columns)
-        if of.shard is not None:
-            z = of.shard.gather(z.contiguous()).view(of.shard.ranks, *z.shape).sum(0)
-        y, slopes = of.transform(z)
+        used, wrong = (ids >= 0) & ~repeated, (ids >= self.num_classes).any(-1, keepdim=True)
+        here = used & (ids >= self.first_class) & (ids - self.first_class < self.projection.weights.weight.shape[0])
+        columns = torch.where(here, ids - self.first_class, -1).int()
+        z = self.projection.logits(rows, columns)
+        if self.projection.shard is not None:
+            z = self.projection.shard.gather(z.contiguous()).view(self.projection.shard.ranks, *z.shape).sum(0)
+        y, slopes = self.projection.weights.transform(z)
         y = torch.where(wrong, float("nan"), torch.where(used, y, float("-inf")))
         return ids, columns, y, slopes
 
     def results(
-        self, of: "SoftmaxRows", rows: slice, classes: "Classes", stats: Statistics, results: RowResults
+        self, rows: slice, classes: Classes, stats: Statistics, results: RowResults
     ) -> tuple[Statistics, RowResults]:
         """Replace what the rows with a support have over all classes."""
-        ids, _, y, _ = self.logits(of, rows)
+        ids, _, y, _ = self.logits(rows)
         m = y.amax(-1)
         distance = y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)
         e = distance.exp()
@@ -69,7 +57,7 @@ class Support:
         moment = torch.where(e == 0, 0.0, e * distance).sum(-1)
         own = Statistics.of(m, total, torch.zeros_like(total), moment)
         cuts, counts = self.cuts(rows), classes.counts
-        own_classes = of.classes[rows].long()
+        own_classes = self.classes[rows]
         inside = (own_classes.unsqueeze(-1) == ids.unsqueeze(-2)).any(-1)
         logprobs = torch.where(inside, (classes.y - m.unsqueeze(-1)) - total.log().unsqueeze(-1), float("-inf"))
         logprobs = torch.where(y.isnan().any(-1, keepdim=True) | classes.y.isnan(), float("nan"), logprobs)
@@ -83,21 +71,31 @@ class Support:
             ),
         )
 
-    def entries(
-        self, of: "SoftmaxRows", chunk: "Chunk", classes: "Classes", stats: Statistics, grads: RowGradients
-    ) -> tuple[Tensor, Tensor]:
+    def entries(self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients) -> tuple[Tensor, Tensor]:
         """Return the columns `[M, L]` of the rows with a support, -1 of others, and the gradients of their logits."""
         rows = chunk.rows
-        ids, columns, y, slopes = self.logits(of, rows)
+        ids, columns, y, slopes = self.logits(rows)
         distance = torch.where(y == float("-inf"), float("-inf"), y - stats.reference.unsqueeze(-1))
         total = stats.total.unsqueeze(-1)
         p = distance.exp() / total
         g = torch.zeros_like(classes.y) if grads.logprobs is None else grads.logprobs
-        alike = ((ids.unsqueeze(-1) == of.classes[rows].long().unsqueeze(-2)) * g.unsqueeze(-2)).sum(-1)
+        alike = ((ids.unsqueeze(-1) == self.classes[rows].unsqueeze(-2)) * g.unsqueeze(-2)).sum(-1)
         entries = alike - p * g.sum(-1, keepdim=True)
         if grads.entropy is not None:
             mean = stats.moment.unsqueeze(-1) / total
             entries = entries - torch.where(p == 0, 0.0, grads.entropy.unsqueeze(-1) * p * (distance - mean))
-        entries = entries * (of.transform.factor if slopes is None else slopes)
+        entries = entries * (self.projection.weights.transform.factor if slopes is None else slopes)
         counts = self.cuts(rows) & classes.counts.any(-1)
         return torch.where(counts.unsqueeze(-1), columns, -1), entries
+
+
+def check_support_ids(ids: Tensor, num_classes: int) -> None:
+    """Check on the host that ids are classes; a fake tensor's are not known.
+
+    Raises:
+        IndexError: One is past the last class.
+    """
+    if type(ids) is Tensor and bool((ids >= num_classes).any()):
+        raise IndexError(
+            f"support: expected class indices below {num_classes}, or negative ones for none, got {int(ids.max())}"
+        )
