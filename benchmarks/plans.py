@@ -16,10 +16,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from llmk.ops.linear_loss.plan import ROW_MULTIPLE, Plan, memory, plan
 
 from benchmarks.report import header
 from llmk.bench.timing import Timer
+from llmk.ops.linear_loss.rows.plan import ROW_MULTIPLE, Plan, memory, plan
 from llmk.registry import OPS, cdiv
 
 DTYPE = torch.bfloat16
@@ -56,7 +56,7 @@ def measure(timer: Timer, shape: tuple[int, int, int], seconds: float) -> list[d
     tried = plans(*shape)
 
     def step(each: Plan) -> None:
-        with mock.patch("llmk.ops.linear_loss.drivers.rows_call.plan", return_value=each):
+        with mock.patch("llmk.ops.linear_loss.drivers._rows_call.plan", return_value=each):
             OPS["fused_linear_ce"].overload(x, weight, target).backward()
         x.grad = weight.grad = None  # what is above the inputs is measured from here
 

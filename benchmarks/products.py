@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from llmk.ops.linear_loss.plan import plan
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import Plan
 from llmk.ops.linear_loss.chunked import plan as plan_of_logits
 from llmk.ops.linear_loss.chunked._linear import ChunkedLinear, add_product
+from llmk.ops.linear_loss.rows.plan import plan
 
 Call = Callable[[], None]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.linear_loss import products
 from llmk.ops.linear_loss.chunked import _dynamic_rows, _linear
+from llmk.ops.linear_loss.rows import products
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from llmk.ops.linear_loss.engine import SoftmaxRows
-from llmk.ops.linear_loss.support import Support
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -16,6 +14,8 @@ from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss._records import Make, linear_reference
 from llmk.ops.linear_loss.drivers import logprobs
 from llmk.ops.linear_loss.kernels import MOST_SUPPORT
+from llmk.ops.linear_loss.rows.engine import SoftmaxRows
+from llmk.ops.linear_loss.rows.support import Support
 from llmk.registry import OPS, Op, Sample
 from llmk.registry.devices import INTERPRET
 
