@@ -39,8 +39,8 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             p.fill_(float("nan"))
         launch_logits(rows, weights, p, parts, **options)
         if parts is not None:  # the pass that makes statistics
-            parts[..., int(rows.count) :] = float("nan")
-            seen.append(int(rows.count))
+            parts[..., int(rows.end) :] = float("nan")
+            seen.append(int(rows.end))
 
     def scaled_rows(rows: Any, p: Tensor, scaled: Tensor, *args: Any) -> None:
         scaled.fill_(float("nan"))

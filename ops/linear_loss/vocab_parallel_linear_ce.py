@@ -125,8 +125,7 @@ def vocab_parallel_linear_ce(
         linear_bias: `[V]`, dtype of `input`, of this rank's classes.
         weight: `[num_classes]`, a weight for each of all classes, the same on all ranks; None for 1.
         ignore_index: Rows with this target have loss 0 and gradient 0, and do not count in the mean, whatever their
-            logits are. NaN or infinity in `input` itself reaches the gradient of `linear_weight` from any row, as it
-            does through PyTorch's product.
+            logits are.
         reduction: "none", "sum", or "mean": the sum over the rows divided by the sum of their targets' weights.
         label_smoothing: Probability, 0 to 1, that the target spreads evenly over all classes.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.

@@ -130,7 +130,7 @@ class CompactedTokens:
 
     def gather_statistics(self, stats: Tensor) -> Tensor:
         """Gather the columns of `[S, ...]` of these tokens: `[S, n]`."""
-        return self.gather(stats.movedim(0, -1)).t()
+        return self.gather(stats.movedim(0, -1)).t().contiguous()
 
     def scatter_statistics(self, stats: Tensor) -> Tensor:
         """Scatter `[S, n]` to the tokens' positions in `[S, ...]`, zero elsewhere."""

@@ -14,6 +14,7 @@ from llmk.ops.linear_loss.rows.plan import Plan, kept_rows, plan
 from llmk.ops.linear_loss.rows.products import Transform, Weights
 from llmk.ops.linear_loss.rows.projection import ALIGNED, Gradients
 from llmk.registry import cdiv
+from llmk.registry.devices import kernels_on_cpu
 
 NOT_IGNORED = -1
 """An index to ignore that no class has."""
@@ -80,8 +81,8 @@ class RowsCall(LinearCall):
 
     @property
     def kept_element(self) -> int:
-        """The bytes of an exponential that is kept: a CPU computes in float32."""
-        return 4 if self.input.is_cpu else self.input.dtype.itemsize
+        """The bytes of an exponential that is kept: plain PyTorch computes in float32 on a CPU."""
+        return 4 if self.input.is_cpu and not kernels_on_cpu() else self.input.dtype.itemsize
 
     def kept_buffer(self, keep: bool) -> Tensor:
         """Return a buffer for the exponentials of all rows, or of none: see `kept_matrix`.

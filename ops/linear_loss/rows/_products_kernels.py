@@ -54,6 +54,7 @@ def relative_to(m, base, total, moment):
     """Return sums of exponentials relative to `base` that were relative to m, and their moment."""
     distance = tl.where(total > 0.0, m - base, 0.0)  # NaN stays
     fade = tl.exp2(distance * LOG2E)
+    distance = tl.where(fade > 0.0, distance, 0.0)  # 0 times infinity would be NaN
     return fade * total, fade * (moment + distance * total)
 
 
@@ -333,10 +334,11 @@ def target_logits_kernel(
     row, column = at // K, tl.load(target_ptr + at).to(tl.int64) - first_class
     here = (column >= 0) & (column < V)
     column = tl.where(here, column, 0)
+    end = tl.where(here, H, 0)
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
-        mask = (cols < H) & here
+        mask = cols < end
         x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
         w = tl.load(w_ptr + column * w_stride_v + cols.to(tl.int64) * w_stride_h, mask=mask, other=0.0).to(tl.float32)
         total += x * w
@@ -359,10 +361,10 @@ def scale_rows_kernel(
     r = tl.load(factor_ptr + row, mask=inside, other=0.0)
     if scale_ptr is not None:
         r *= tl.load(scale_ptr)
-    counts = inside & (r != 0.0)
+    end = tl.where(inside & (r != 0.0), H, 0)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
-        x = tl.load(x_ptr + row * x_stride + cols, mask=(cols < H) & counts, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < end, other=0.0).to(tl.float32)
         tl.store(scaled_ptr + row * H + cols, (x * r).to(scaled_ptr.dtype.element_ty), mask=cols < H)
     if entry_ptr is not None:
         own = tl.load(own_ptr + row, mask=inside, other=-1).to(tl.int64)
@@ -375,7 +377,7 @@ def put_entries_kernel(p_ptr, column_ptr, entry_ptr, count_ptr, K, p_stride, BLO
     """Put the entries `[M, K]` of a row into their columns of P; one that is elsewhere is negative."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    inside = (k < K) & (row < tl.load(count_ptr))
+    inside = k < tl.where(row < tl.load(count_ptr), K, 0)
     column = tl.load(column_ptr + row * K + k, mask=inside, other=-1).to(tl.int64)
     entry = tl.load(entry_ptr + row * K + k, mask=inside, other=0.0)
     tl.store(p_ptr + row * p_stride + column, entry.to(p_ptr.dtype.element_ty), mask=inside & (column >= 0))

@@ -192,14 +192,10 @@ class SoftmaxRows:
         if exponentials:
             return self.projection.exponentials(chunk, stats, grads, p)
         grads = grads.masked(classes.counts)
-        class_weight = self.weights.class_weight
-        if class_weight is not None:
-            here = classes.columns >= 0
-            class_weight = class_weight[classes.columns.clamp(min=0).long()].float().masked_fill(~here, 0.0)
         is_own = torch.zeros_like(classes.counts)
         if self.leaves_out_own:
             is_own = (classes.ids == classes.own(classes.ids).unsqueeze(1)) & classes.counts
-        row = coefficients(stats, classes.y, grads, classes.ids, is_own, class_weight)
+        row = coefficients(stats, classes.y, grads, classes.ids, is_own, self.weights.of_classes(classes.columns))
         return self._made_matrix(chunk, classes, stats, grads, row, p)
 
     def _made_matrix(

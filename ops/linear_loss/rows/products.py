@@ -102,7 +102,7 @@ def logits_tile(device: torch.device) -> Tile:
     H100, 4096 rows, of cuBLAS's time for the bare product: 128 x 256 x 64 1.02 to 1.06, 256 x 128 1.16, 128 x 128 1.21.
     """
     if INTERPRET:
-        return Tile(16, 32, 16, 4, 1)
+        return Tile(16, 64, 16, 4, 1)
     if shared_memory(device) >= SMALL_SHARED_MEMORY:
         return Tile(128, COLUMNS, 64, 8, 3)
     return Tile(64, COLUMNS, 32, 8, 2)
@@ -110,7 +110,7 @@ def logits_tile(device: torch.device) -> Tile:
 
 def listed_tile() -> Tile:
     """Return the tile of logits of listed rows, of which there are mostly none: one that is built soon."""
-    return Tile(16, 32, 16, 4, 1) if INTERPRET else Tile(16, COLUMNS, 32, 4, 2)
+    return Tile(16, 64, 16, 4, 1) if INTERPRET else Tile(16, COLUMNS, 32, 4, 2)
 
 
 def gradient_tile(rows: int, device: torch.device) -> Tile:
@@ -166,6 +166,14 @@ class Weights(NamedTuple):
     bias: Tensor | None  # [V]
     class_weight: Tensor | None  # [V]
     transform: Transform
+
+    def of_classes(self, columns: Tensor) -> Tensor | None:
+        """Return the class weights of these columns in float32, 0 of a negative one; None where there are none."""
+        if self.class_weight is None:
+            return None
+        if self.class_weight.numel() == 0:  # a rank without classes
+            return torch.zeros(columns.shape, dtype=torch.float32, device=columns.device)
+        return self.class_weight[columns.clamp(min=0).long()].float().masked_fill(columns < 0, 0.0)
 
 
 def launch_logits(

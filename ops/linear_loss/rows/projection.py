@@ -165,9 +165,9 @@ class KernelProjection:
             products.launch_logits(rows, self.weights, p, parts, moments=moments)
         weighted = self.weights.class_weight is not None
         sums = products.combined(parts, rows.end, moments=moments, weighted=weighted)
-        if self.weights.class_weight is not None:
-            own = self.weights.class_weight[chunk.own.clamp(min=0).long()].float() * chunk.y_own
-            sums[3] += own.masked_fill(chunk.own < 0, 0.0)
+        own_weight = self.weights.of_classes(chunk.own)
+        if own_weight is not None:
+            sums[3] += (own_weight * chunk.y_own).masked_fill(chunk.own < 0, 0.0)
         if self.shard is not None:
             sums = self._over_ranks(self.shard, sums)
         stats, results, flags = products.row_statistics(sums, chunk.y_own, chunk.mask)
@@ -182,7 +182,8 @@ class KernelProjection:
         largest = m.amax(0)
         shift = (m - largest).masked_fill(total == 0, 0.0)
         fade = shift.exp()
-        return torch.stack(((fade * total).sum(0), largest, (fade * (moment + shift * total)).sum(0), weighted.sum(0)))
+        moment = moment + shift.masked_fill(fade == 0, 0.0) * total  # 0 times infinity would be NaN
+        return torch.stack(((fade * total).sum(0), largest, (fade * moment).sum(0), weighted.sum(0)))
 
     def _make_far_rows(self, rows: Rows, reference: Tensor, far: Tensor, p: Tensor) -> None:
         """Make the exponentials again of rows whose own class is far below the largest, relative to that."""
@@ -227,34 +228,35 @@ class MatrixProjection:
         dtype, weight, bias = x.dtype, weights.weight.float(), weights.bias
         self.x, self.shard, self.rounded_to = x.float(), shard, dtype if weights.transform.rounded else None
         self.weights = weights._replace(weight=weight, bias=None if bias is None else bias.float())
-        self._logits: tuple[slice, Tensor] | None = None
 
     @property
     def V(self) -> int:
         return self.weights.weight.shape[0]
 
-    def _of(self, rows: slice) -> Tensor:
-        """Return the logits of some rows, once for all that is asked of them."""
-        if self._logits is not None and self._logits[0] == rows:
-            logits, self._logits = self._logits[1], None
-            return logits
+    def _rounded(self, z: Tensor) -> Tensor:
+        return z if self.rounded_to is None else z.to(self.rounded_to).float()
+
+    def _all_logits(self, rows: slice) -> Tensor:
         z = matrix(rows.stop - rows.start, self.V, torch.float32, self.x.device)
         torch.mm(self.x[rows], self.weights.weight.t(), out=z)
         if self.weights.bias is not None:
             z += self.weights.bias
-        return z if self.rounded_to is None else z.to(self.rounded_to).float()
+        return self._rounded(z)
 
     def logits(self, rows: slice, columns: Tensor) -> Tensor:
         here = (columns >= 0) & (columns < self.V)
         if self.V == 0:
             return torch.zeros(columns.shape, dtype=torch.float32, device=self.x.device)
-        z = self._of(rows)
-        self._logits = rows, z
-        return torch.where(here, z.gather(1, torch.where(here, columns, 0).long()), 0.0)
+        x, ids = self.x[rows], torch.where(here, columns, 0).long()
+        # One class of each row at a time: its weights take as much memory as the rows.
+        z = torch.stack([(x * self.weights.weight[each]).sum(-1) for each in ids.unbind(1)], -1)
+        if self.weights.bias is not None:
+            z += self.weights.bias[ids]
+        return torch.where(here, self._rounded(z), 0.0)
 
     def _transformed(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return y; the same but -inf of the rows' own classes and of rows that do not count; and dy / dz."""
-        all_y, slope = self.weights.transform(self._of(chunk.rows))
+        all_y, slope = self.weights.transform(self._all_logits(chunk.rows))
         y = all_y.masked_fill(~chunk.mask.unsqueeze(-1), float("-inf"))
         if self.V > 0:
             has_own, own = (chunk.own >= 0).unsqueeze(-1), chunk.own.clamp(min=0).long().unsqueeze(-1)
