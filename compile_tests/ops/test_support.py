@@ -12,9 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from llmk.nn import LinearLogProbs
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss._records import Make, linear_reference
-from llmk.ops.linear_loss.drivers import logprobs
 from llmk.ops.linear_loss.kernels import MOST_SUPPORT
-from llmk.ops.linear_loss.rows.engine import SoftmaxRows
+from llmk.ops.linear_loss.rows import engine
 from llmk.ops.linear_loss.rows.support import Support
 from llmk.registry import OPS, Op, Sample
 from llmk.registry.devices import INTERPRET
@@ -112,7 +111,11 @@ def test_all_classes_are_the_plain_softmax(device: torch.device) -> None:
 @pytest.mark.kernels
 def test_padding_as_a_class_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     require(replay(9))
-    monkeypatch.setattr(logprobs, "supports", lambda ids: Support(torch.where(ids < 0, V - 1, ids)))
+
+    def padded(ids: Tensor, *rest: Any) -> Support:
+        return Support(torch.where(ids < 0, V - 1, ids), *rest)
+
+    monkeypatch.setattr(engine, "Support", padded)
     with pytest.raises(AssertionError):
         require(replay(9))
 
@@ -121,8 +124,8 @@ def test_padding_as_a_class_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_repeated_id_that_counts_twice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Support.logits
 
-    def repeated(self: Support, of: SoftmaxRows, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        ids, columns, y, slopes = original(self, of, rows)
+    def repeated(self: Support, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        ids, columns, y, slopes = original(self, rows)
         again = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
         assert again.any()
         return ids, columns, torch.cat((y[:, :1], torch.where(again, y[:, :-1], y[:, 1:])), -1), slopes
