@@ -47,7 +47,7 @@ def test_a_product_that_splits_few_rows_is_caught(monkeypatch: pytest.MonkeyPatc
     if not INTERPRET:
         pytest.skip("kernels run in Triton's interpreter")
 
-    logits_of = MatrixProjection._of
+    logits_of = MatrixProjection._all_logits
 
     def split(self: MatrixProjection, rows: slice) -> Tensor:
         if rows.stop - rows.start >= 4:
@@ -55,7 +55,7 @@ def test_a_product_that_splits_few_rows_is_caught(monkeypatch: pytest.MonkeyPatc
         (x, weight), half = (self.x[rows], self.weights.weight), self.x.shape[1] // 2
         return torch.mm(x[:, :half], weight[:, :half].t()) + torch.mm(x[:, half:], weight[:, half:].t())
 
-    monkeypatch.setattr(MatrixProjection, "_of", split)
+    monkeypatch.setattr(MatrixProjection, "_all_logits", split)
     (result,) = check(OPS["linear_logprobs"], device="cpu", dtypes=[torch.float32], only=["batch_invariant"])
     assert result.verdict == "broken", result
     assert "of the last 1 rows is not that of all 4" in result.message

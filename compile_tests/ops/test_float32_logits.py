@@ -59,7 +59,7 @@ def test_rounded_logits_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def change_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor | None], Tensor]) -> None:
     """Change logits with their bias, both where they are whole blocks and where they become exponentials in place."""
-    product, logits_of = ChunkedLinear._product, MatrixProjection._of
+    product, logits_of = ChunkedLinear._product, MatrixProjection._all_logits
 
     def of_block(self: ChunkedLinear, rows: slice, logits: Tensor) -> Tensor:
         product(self, rows, logits)
@@ -69,7 +69,7 @@ def change_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Ten
         return change(logits_of(self, rows), self.weights.bias)
 
     monkeypatch.setattr(ChunkedLinear, "_product", of_block)
-    monkeypatch.setattr(MatrixProjection, "_of", of_chunk)
+    monkeypatch.setattr(MatrixProjection, "_all_logits", of_chunk)
 
 
 def test_a_bias_is_added_to_products_that_nothing_rounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def ranks_that_cannot_skip_tokens(rank: int, world: int) -> None:
         return vocab_parallel_linear_ce(input, own, *args, **options)
 
     op, dtype = OPS["vocab_parallel_linear_ce"], torch.bfloat16
-    skipping = [sample for sample in op.samples(HERE, dtype) if sample.kwargs.get("skip_ignored")]
+    skipping = [sample for sample in op.samples(HERE, dtype) if sample.kwargs.get("skip_ignored", True)]
     assert skipping
     for sample in skipping:
         require_accurate(op, sample, call(op, sample, fn=parallel(rank, world, "shards", unaligned)))
