@@ -92,8 +92,9 @@ class CompactedTokens:
         if on_host:
             return cls(shape, mask.nonzero().squeeze(-1))
         N = mask.shape[0]
-        segment = N if segment is None else min(segment, N)
-        starts = torch.arange(0, N, segment, dtype=torch.int64, device=mask.device)
+        most = max(N, 1)  # no tokens are one segment of none that counts
+        segment = most if segment is None else min(segment, most)
+        starts = torch.arange(0, most, segment, dtype=torch.int64, device=mask.device)
         # What fills the last segment comes last in it, and is cut off.
         mask = torch.nn.functional.pad(mask, (0, len(starts) * segment - N)).view(-1, segment)
         order = mask.logical_not().to(torch.uint8).argsort(stable=True) + starts.unsqueeze(-1)

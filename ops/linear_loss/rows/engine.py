@@ -142,7 +142,7 @@ class SoftmaxRows:
 
     def _prepared(self, rows: slice) -> tuple[Chunk, Classes]:
         ids, counts, columns = self._ids[rows], self._counts[rows], self._columns[rows]
-        z = self.projection.logits(rows, columns)
+        z = self.projection.logits(rows, columns, left_out=self.has_one_class)
         if self.shard is not None:  # each class is on one rank: the sum is its logit
             z = self.shard.gather(z.contiguous()).view(self.shard.ranks, *z.shape).sum(0)
         y, slopes = self.transform(z)

@@ -89,8 +89,11 @@ class Projection(Protocol):
         """Whether P may hold exponentials until their rows' gradients are known."""
         ...
 
-    def logits(self, rows: slice, columns: Tensor) -> Tensor:
-        """Return the float32 logits `[M, K]` of these columns, 0 of those that the weight does not have."""
+    def logits(self, rows: slice, columns: Tensor, left_out: bool = False) -> Tensor:
+        """Return the float32 logits `[M, K]` of these columns, 0 of those that the weight does not have.
+
+        Plain PyTorch takes those that `statistics` has, unless each row's class is left out of its sums.
+        """
         ...
 
     def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
@@ -154,7 +157,7 @@ class KernelProjection:
             self.scratch = torch.empty((rows, self.x.shape[1]), dtype=self.x.dtype, device=self.x.device)
         return self.scratch[:rows]
 
-    def logits(self, rows: slice, columns: Tensor) -> Tensor:
+    def logits(self, rows: slice, columns: Tensor, left_out: bool = False) -> Tensor:
         weight, bias, _, transform = self.weights
         return products.target_logits(self.x[rows], weight, bias, columns, 0, transform.rounded)
 
@@ -228,6 +231,7 @@ class MatrixProjection:
         dtype, weight, bias = x.dtype, weights.weight.float(), weights.bias
         self.x, self.shard, self.rounded_to = x.float(), shard, dtype if weights.transform.rounded else None
         self.weights = weights._replace(weight=weight, bias=None if bias is None else bias.float())
+        self._shared: tuple[slice, Tensor] | None = None
 
     @property
     def V(self) -> int:
@@ -237,22 +241,28 @@ class MatrixProjection:
         return z if self.rounded_to is None else z.to(self.rounded_to).float()
 
     def _all_logits(self, rows: slice) -> Tensor:
+        """Return the logits of some rows, once for all that is asked of them."""
+        if self._shared is not None and self._shared[0] == rows:
+            logits, self._shared = self._shared[1], None
+            return logits
         z = matrix(rows.stop - rows.start, self.V, torch.float32, self.x.device)
         torch.mm(self.x[rows], self.weights.weight.t(), out=z)
         if self.weights.bias is not None:
             z += self.weights.bias
         return self._rounded(z)
 
-    def logits(self, rows: slice, columns: Tensor) -> Tensor:
+    def logits(self, rows: slice, columns: Tensor, left_out: bool = False) -> Tensor:
         here = (columns >= 0) & (columns < self.V)
         if self.V == 0:
             return torch.zeros(columns.shape, dtype=torch.float32, device=self.x.device)
-        x, ids = self.x[rows], torch.where(here, columns, 0).long()
-        # One class of each row at a time: its weights take as much memory as the rows.
-        z = torch.stack([(x * self.weights.weight[each]).sum(-1) for each in ids.unbind(1)], -1)
-        if self.weights.bias is not None:
-            z += self.weights.bias[ids]
-        return torch.where(here, self._rounded(z), 0.0)
+        ids = torch.where(here, columns, 0).long()
+        if left_out:  # a second pass may need no others
+            z = (self.x[rows] * self.weights.weight[ids.squeeze(1)]).sum(-1, keepdim=True)
+            z = self._rounded(z if self.weights.bias is None else z + self.weights.bias[ids])
+        else:
+            logits = self._all_logits(rows)
+            self._shared, z = (rows, logits), logits.gather(1, ids)
+        return torch.where(here, z, 0.0)
 
     def _transformed(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return y; the same but -inf of the rows' own classes and of rows that do not count; and dy / dz."""
