@@ -30,6 +30,7 @@ from llmk.ops.linear_loss.rows.projection import (
     KernelProjection,
     MatrixProjection,
     RowMatrix,
+    largest_over_ranks,
     matrix,
     projection_of,
 )
@@ -143,9 +144,11 @@ class SoftmaxRows:
     def _prepared(self, rows: slice) -> tuple[Chunk, Classes]:
         ids, counts, columns = self._ids[rows], self._counts[rows], self._columns[rows]
         z = self.projection.logits(rows, columns, left_out=self.has_one_class)
-        if self.shard is not None:  # each class is on one rank: the sum is its logit
-            z = self.shard.gather(z.contiguous()).view(self.shard.ranks, *z.shape).sum(0)
+        if self.shard is not None:  # each class is on one rank, or on none: it has no probability there
+            z = largest_over_ranks(self.shard, z.masked_fill(columns < 0, float("-inf")))
         y, slopes = self.transform(z)
+        if self.shard is not None:
+            y = y.masked_fill(z == float("-inf"), float("-inf"))
         y = y.masked_fill(~self._valid[rows], float("nan"))
         best, mask = None, counts.squeeze(1)
         if ids.shape[1] > 1:

@@ -321,6 +321,8 @@ class MatrixProjection:
 
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
         """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
+        if self.V == 0:
+            return
         for column, entry in zip(columns.split(1, -1), entries.split(1, -1), strict=True):
             at = column.clamp(min=0).long()
             p.scatter_(1, at, torch.where(column >= 0, entry, p.gather(1, at)))
