@@ -50,7 +50,7 @@ class LinearCall(FromArguments):
 
     @property
     def clears_rows(self) -> bool:
-        """True if rows past the count become zeros: products read some, and 0 times what they held might be NaN."""
+        """True if skipped rows that products read become zeros: 0 times what they held might be NaN."""
         return True
 
     def can_compact(self, impl: Implementation) -> bool:
@@ -75,7 +75,10 @@ class LinearCall(FromArguments):
     def compacted(self, impl: Implementation, segment: int | None = None) -> tuple[CompactedTokens, Self]:
         """Return the tokens that the loss is computed for, and the call for these: see `CompactedTokens.of`."""
         if not self.can_compact(impl):
-            return CompactedTokens(tuple(self.tokens)), self
+            tokens = CompactedTokens(tuple(self.tokens))
+            if not (self.skip_ignored and self.clears_rows):
+                return tokens, self
+            return tokens, replace(self, input=self.input.masked_fill(self.mask().logical_not().unsqueeze(-1), 0.0))
         compacted = CompactedTokens.of(self.mask(), on_host=impl.on_host, segment=segment)
 
         def gathered(value: Tensor | Sequence[Tensor] | None) -> Any:
