@@ -144,15 +144,15 @@ def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
     patterns=FUSED_LINEAR_CE,
     choices=(
         "bfloat16 logits are never stored, only exponentials of them, which become the gradient's matrix by factors of "
-        "rows: run for a second on an H200, 8192x2048x151936 takes 1.07 to 1.08 times as long as its three products by "
-        "cuBLAS, 8192x4096x128256 0.99 to 1.08 in several runs, 4096x1024x262144 1.21, where the exponentials of a "
-        "product are as much work as a quarter of it",
-        "a chunk's matrix takes no more than dW where it can, so that one chunk costs little memory: 2,132 MiB at "
-        "8192x4096x128256, 1,868 at 8192x2048x151936",
-        "skip_ignored is the default, since the products read how many rows count: without ignored tokens it takes "
-        "41.1 ms at 8192x4096x128256 where without it 39.9 to 41.4 were measured",
-        "512x4096x128256 and 8192x2048x32000, at 1.55 times the products, wait for the host: the launches of a call "
-        "take several milliseconds in eager mode",
+        "rows: on an H200 8192x4096x128256 takes 1.05 times as long as its three products by cuBLAS, which with passes "
+        "over logits took 1.09, and 8192x2048x151936 1.06, which took 1.21. 4096x1024x262144 takes 1.30: its products "
+        "are so short that the exponentials are a quarter of the work",
+        "a chunk's matrix takes no more than dW where it can, so that one chunk costs little memory: 2,196 MiB at "
+        "8192x4096x128256, 1,900 at 8192x2048x151936",
+        "skip_ignored is the default, since the products read how many rows count, and where the GPU is the slower one "
+        "that costs nothing: 40.2 ms at 8192x4096x128256 with it and without",
+        "in eager mode a call of few rows waits for the host, which needs 3 to 6 ms for its launches: 8192x2048x32000 "
+        "takes 5.5 ms without skip_ignored, 1.13 times the products, and 7.3 with it; 1024x2048x50257 takes 3.0 and 5.0",
     ),
 )
 def fused_linear_ce(
