@@ -152,7 +152,7 @@ def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
         "skip_ignored is the default, since the products read how many rows count, and where the GPU is the slower one "
         "that costs nothing: 40.2 ms at 8192x4096x128256 with it and without",
         "in eager mode a call of few rows waits for the host, which needs 3 to 6 ms for its launches: 8192x2048x32000 "
-        "takes 5.5 ms without skip_ignored, 1.13 times the products, and 7.3 with it; 1024x2048x50257 takes 3.0 and 5.0",
+        "takes 5.5 ms without skip_ignored, 1.13 times the products, 7.3 with it; 1024x2048x50257 takes 3.0 and 5.0",
     ),
 )
 def fused_linear_ce(
