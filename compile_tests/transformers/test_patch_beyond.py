@@ -10,6 +10,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+from compile_tests.helpers.gated_units import Unit  # noqa: E402
 from llmk.transformers import patch  # noqa: E402
 
 
@@ -17,18 +18,6 @@ from llmk.transformers import patch  # noqa: E402
 def _on_device(device: torch.device):
     with device:
         yield
-
-
-class Unit(nn.Module):
-    """A gated layer, named and ordered against every habit, and square, so that shapes do not tell."""
-
-    def __init__(self, act: Any = nn.functional.silu) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(8, 8) for _ in range(3))
-        self.act = act
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gate(nn.functional.silu(self.down(x)) * self.up(x))
 
 
 # ---- what stands between an activation and its product

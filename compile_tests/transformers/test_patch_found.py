@@ -12,6 +12,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from compile_tests.helpers.families import COMMON, LATENT, MOE, small_model  # noqa: E402
+from compile_tests.helpers.gated_units import Unit  # noqa: E402
 from llmk.transformers import patch  # noqa: E402
 
 
@@ -343,18 +344,6 @@ def test_a_function_that_took_the_place_of_another_is_called(monkeypatch: pytest
 
 
 # ---- gated units
-
-
-class Unit(nn.Module):
-    """A gated layer, named and ordered against every habit, and square, so that shapes do not tell."""
-
-    def __init__(self, act: Any = nn.functional.silu) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(8, 8) for _ in range(3))
-        self.act = act
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gate(nn.functional.silu(self.down(x)) * self.up(x))
 
 
 class OwnAct(Unit):
