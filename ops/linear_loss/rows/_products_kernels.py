@@ -67,9 +67,10 @@ def finite_base(m):
 @jit
 def exponentials_of(y, others, reference):
     """Return the exponentials of some columns relative to a reference; their largest, sum and moment relative to it."""
-    m = tl.max(tl.where(others, y, float("-inf")), axis=1)
+    y = tl.where(others, y, float("-inf"))
+    m = tl.max(y, axis=1)
     distance = y - finite_base(m)[:, None]
-    e = tl.where(others, tl.exp2(distance * LOG2E), 0.0)
+    e = tl.exp2(distance * LOG2E)
     total = tl.sum(e, axis=1)
     moment = tl.sum(e * tl.where(e > 0.0, distance, 0.0), axis=1)
     fade = tl.where(total > 0.0, tl.exp2((m - reference) * LOG2E), 0.0)
@@ -79,8 +80,8 @@ def exponentials_of(y, others, reference):
 @jit
 def gradients_of(y, others, reference, a, b, u, w):
     """Return E (a + b log E) + u w of some columns, E their exponentials relative to a reference."""
-    distance = y - reference[:, None]
-    e = tl.where(others, tl.exp2(distance * LOG2E), 0.0)
+    distance = tl.where(others, y - reference[:, None], float("-inf"))
+    e = tl.exp2(distance * LOG2E)
     value = e * (a[:, None] + b[:, None] * tl.where(e > 0.0, distance, 0.0))
     return value + tl.where(others, u[:, None] * w, 0.0)
 
