@@ -115,6 +115,15 @@ def activate_with_grad(x, ACTIVATION: tl.constexpr):
     return y, grad
 
 
+@jit
+def times_slope(dy, slope, ACTIVATION: tl.constexpr):
+    """dy f'(x), in PyTorch's way: 0 where a relu is, whatever dy, and elsewhere 0 times infinity is NaN."""
+    dx = dy * slope
+    if ACTIVATION == "relu" or ACTIVATION == "relu_squared":
+        dx = tl.where(slope == 0.0, 0.0, dx)
+    return dx
+
+
 def activation(x: Tensor, name: str) -> Tensor:
     """`activate` in plain PyTorch: float32 to float32."""
     if name == "relu":
@@ -150,6 +159,11 @@ def activation_with_grad(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if name == "sigmoid":
         return y, y * torch.sigmoid(-x)
     return y, torch.ones_like(x)
+
+
+def times_slope_reference(dy: Tensor, slope: Tensor, name: str) -> Tensor:
+    """`times_slope` in plain PyTorch."""
+    return torch.where(slope == 0, 0.0, dy * slope) if name in ("relu", "relu_squared") else dy * slope
 
 
 def gelu_reference(x: Tensor, approximate: str) -> Tensor:

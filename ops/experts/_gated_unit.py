@@ -23,7 +23,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.activations import activate, activate_with_grad, activation, activation_with_grad
+from llmk.ops.common.activations import (
+    activate,
+    activate_with_grad,
+    activation,
+    activation_with_grad,
+    times_slope,
+    times_slope_reference,
+)
 from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous
 from llmk.registry import empty, jit, next_power_of_2, wrap_triton
@@ -143,7 +150,7 @@ def gated_rows_backward_kernel(
         if hidden_ptr is not None:
             hidden = weight * (activated * up)
             tl.store(hidden_ptr + row * F + cols, hidden.to(hidden_ptr.dtype.element_ty), mask=cols < F)
-        dgate, dup = dh * weight * up * derivative, dh * weight * activated
+        dgate, dup = times_slope(dh * weight * up, derivative, ACTIVATION), dh * weight * activated
         if LIMITED:  # last: 0 times an infinite gate is NaN
             dgate, dup = tl.where(gate_within, dgate, 0.0), tl.where(up_within, dup, 0.0)
         _store_two(drows_ptr + row * (2 * F), dgate, dup, start, F, INTERLEAVED, BLOCK_F)
@@ -221,7 +228,7 @@ def gated_rows_backward_cpu(dh: Tensor, rows: Tensor, weights: Tensor, gate: Gat
     activated, derivative = activation_with_grad(gate.alpha * g, gate.activation)
     activated, u = activated / gate.alpha, u + gate.up_offset
     h, weighted = activated * u, dh * weights.unsqueeze(1)
-    dg, du = weighted * u * derivative, weighted * activated
+    dg, du = times_slope_reference(weighted * u, derivative, gate.activation), weighted * activated
     if gate.limit > 0:  # last: 0 times an infinite gate is NaN
         dg, du = torch.where(gate_within, dg, 0.0), torch.where(up_within, du, 0.0)
     return weights.unsqueeze(1) * h, _joined(dg, du, gate.interleaved), (h * dh).sum(1)

@@ -380,6 +380,7 @@ def moe_experts_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sa
     yield Sample((x, gate_up[:4], down[:4], indices.clamp(max=4).int(), weights), why="pairs of no expert, int32")
     strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (x, gate_up, down, indices, weights)]
     yield Sample(tuple(strided), why="everything strided")
+    yield sample("a relu", (5, 4, 2, 16, 16), activation="relu")
     yield sample("no tokens", (0, 4, 2, 16, 32))
 
 
