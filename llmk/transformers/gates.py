@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llmk import functional
 from llmk.registry.private.modules import buffers_of, children_of, parameters_of
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.guards import Called, called_of, no_longer
+from llmk.transformers.guards import Called, called_of, has_own_forward, no_longer
 from llmk.transformers.probe import Differs, agree, apart, gradients, identity, rows_of_all_scales, run, same
 from llmk.transformers.rewrite import Edit, Source, load
 
@@ -118,7 +118,7 @@ class GateFinder:
 def _form(act: Any) -> str:
     """Which of FORMS a function or a module without parameters computes."""
     if isinstance(act, nn.Module):
-        if parameters_of(act) or buffers_of(act) or children_of(act) or "forward" in vars(act):
+        if parameters_of(act) or buffers_of(act) or children_of(act) or has_own_forward(act):
             raise Differs("has parts of its own")
         calls = [functools.partial(type(act).forward, apart(act, {}, training)) for training in (True, False)]
     else:

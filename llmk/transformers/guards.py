@@ -16,7 +16,7 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -141,7 +141,15 @@ def llmk_fell_back(self: nn.Module, method: str = "forward", why: str = "", ran:
 
 def is_hooked(module: nn.Module) -> bool:
     """Return True if somebody looks at, or changes, what goes into `module` or comes out of it."""
-    return has_hooks(module) or "forward" in module.__dict__
+    return has_hooks(module) or has_own_forward(module)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Return True if `module` itself has a `forward`, other than its class's.
+
+    The package `kernels` writes that of the class into a module for which it has no kernel.
+    """
+    return "forward" in module.__dict__ and getattr(module.forward, "__func__", None) is not type(module).forward
 
 
 def why_no_weight(tensor: Any) -> str | None:
@@ -196,7 +204,7 @@ def llmk_only_brings_weights(self: nn.Module) -> bool:
 
 
 class Called(NamedTuple):
-    """What a replacement calls no longer: a function, or a module's class and the facts of such a module."""
+    """What a replacement calls no longer: a function, a module, or a module's class and the facts of such a module."""
 
     what: Any
     facts: Facts = ()
@@ -235,12 +243,13 @@ class Called(NamedTuple):
         return f"{name} is {_words(type(now) if isinstance(now, nn.Module) else now)}, and was {_words(self.what)}"
 
 
-def called_of(value: Any, args: Iterable[Any] = ()) -> Called:
+def called_of(value: Any, args: Collection[Any] = ()) -> Called:
     """Return a function, or a module without parameters, as what a replacement calls no longer.
 
     Args:
         value: The function or the module.
-        args: The arguments to call it with, to see what it reads.
+        args: The arguments to call a module with, to see what it reads, so that each module of its class that reads
+            the same is taken; without them it stands for itself alone.
 
     Raises:
         Differs: It keeps something for later, or reads what may change unseen.
@@ -249,7 +258,7 @@ def called_of(value: Any, args: Iterable[Any] = ()) -> Called:
         return Called(functools.partial, _facts_of_partial("self", value))
     if isinstance(value, FunctionType):
         return Called(value, _globals_of(inspect.unwrap(value), strict=False))
-    if not isinstance(value, nn.Module):
+    if not isinstance(value, nn.Module) or not args:
         return Called(value)
     forward = type(value).forward
     facts = dict.fromkeys([Fact("kind(self).forward", forward), Fact("is_hooked(self)", False)])

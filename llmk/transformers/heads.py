@@ -12,7 +12,7 @@ from torch import nn
 
 from llmk.transformers.adapters import is_lora, linear_of, why_apart
 from llmk.transformers.classes import changes_of
-from llmk.transformers.guards import KEPT, is_hooked, why_no_weight
+from llmk.transformers.guards import KEPT, has_own_forward, is_hooked, why_no_weight
 from llmk.transformers.probe import Differs, first_line
 from llmk.transformers.rewrite import (
     CannotRewrite,
@@ -78,7 +78,7 @@ def projection_of(model: nn.Module) -> str:
     if path is None:
         raise Differs("its output projection is not one of its modules")
     linear = linear_of(head)
-    if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
+    if type(linear).forward is not nn.Linear.forward or has_own_forward(linear):
         raise Differs(f"its output projection {type(linear).__name__} is not a plain linear layer")
     if why := why_no_weight(linear.weight):
         raise Differs(f"of its output projection {why}")
