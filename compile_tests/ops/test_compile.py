@@ -91,23 +91,24 @@ def test_flop_counter(reduction: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "products"),
+    ("options", "kept_budget", "products"),
     [
-        ({"chunk_size": 8}, 3),
-        ({"chunk_size": 4}, 4),
-        ({"chunk_size": 4, "loss_type": "kto"}, 3),
-        ({}, 3),
-        ({"skip_ignored": True}, 4 - 13 / 24),
+        ({"chunk_size": 8}, 0, 3),
+        ({"chunk_size": 4}, 0, 4),
+        ({"chunk_size": 4}, 24 * 16 * 4, 3),
+        ({"chunk_size": 4, "loss_type": "kto"}, 0, 3),
+        ({}, 0, 3),
     ],
-    ids=["a pair to a chunk", "half a pair", "a sequence to a chunk", "all in one", "tokens that count"],
+    ids=["a pair to a chunk", "half a pair", "exponentials kept", "a sequence to a chunk", "all in one"],
 )
-def test_flop_counter_of_pairs(options: dict[str, Any], products: float, device: torch.device) -> None:
-    """Three products where a chunk holds whole groups, else a fourth: the logits again that are not kept.
+def test_flop_counter_of_pairs(
+    options: dict[str, Any], kept_budget: int, products: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three products where a chunk holds whole groups or exponentials are kept, else a fourth: the logits again.
 
-    Of 24 tokens of 16 features (4 * 16 - 24) // 3 are. On a GPU the tokens that count are the first of their chunk.
+    The formula knows sizes alone: it counts tokens that are skipped too.
     """
-    if options.get("skip_ignored") and device.type == "cuda":
-        products = 3
+    monkeypatch.setattr("llmk.ops.linear_loss.rows.plan.KEPT_BUDGET", kept_budget)
     sequences = 1 if options.get("loss_type") == "kto" else 2
     x = torch.randn(3, sequences, 4, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(10, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -115,7 +116,7 @@ def test_flop_counter_of_pairs(options: dict[str, Any], products: float, device:
     with FlopCounterMode(display=False) as counter:
         loss, *_ = torch.ops.llmk.fused_linear_preference(x, weight, target, **options)
         loss.backward()
-    assert counter.get_total_flops() == pytest.approx(products * 2 * x.numel() * 10, abs=1)
+    assert counter.get_total_flops() == products * 2 * x.numel() * 10
 
 
 def test_gradients_nobody_wants_are_not_made(device: torch.device) -> None:
