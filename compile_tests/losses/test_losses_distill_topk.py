@@ -15,6 +15,7 @@ from compile_tests.helpers.supervised_references import distill_reference, disti
 from llmk import losses
 from llmk.functional import fused_linear_distill, linear_topk
 from llmk.opcheck.calls import call, require_accurate
+from llmk.ops.linear_loss.objectives.preference import log1mexp
 from llmk.ops.linear_loss.objectives.topk_divergence import topk_divergence
 from llmk.registry import Sample, gradient_of
 from llmk.registry.devices import INTERPRET
@@ -173,15 +174,21 @@ def test_the_derivative_is_that_of_the_divergence(beta: float, add_tail: bool) -
     present[3] = False
     found, step = slope(student, teacher, present, beta, add_tail), 1e-6 * torch.eye(5, dtype=torch.float64)
     for i in range(5):
-        sides = (topk_divergence(student + by, teacher, present, beta, add_tail) for by in (step[i], -step[i]))
+        sides = (divergence(student + by, teacher, present, beta, add_tail) for by in (step[i], -step[i]))
         torch.testing.assert_close(found[:, i], torch.sub(*sides) / 2e-6, rtol=1e-6, atol=1e-8)
     assert not found[3].any()
     student[0], student[1], student[2] = student[0].log_softmax(-1), torch.tensor([0.0, -90, -90, -90, -90]), 0.1
     assert slope(student, teacher, present, beta, add_tail).isfinite().all()
 
 
+def divergence(student: Tensor, teacher: Tensor, present: Tensor, beta: float, add_tail: bool) -> Tensor:
+    """With what the student's classes leave for its tail."""
+    total = torch.where(present, student, -1e4).clamp(min=-1e4).logsumexp(-1)
+    return topk_divergence(student, teacher, present, beta, log1mexp(total) if add_tail else None)
+
+
 def slope(student: Tensor, *rest: Any) -> Tensor:
-    _, (grad,) = gradient_of(lambda student: topk_divergence(student, *rest).sum(), student)
+    _, (grad,) = gradient_of(lambda student: divergence(student, *rest).sum(), student)
     assert grad is not None
     return grad
 
@@ -193,7 +200,7 @@ def test_a_beta_near_an_end_keeps_the_digits(beta: float, add_tail: bool) -> Non
     student, teacher = (numbers(50, 9 + n).log_softmax(-1)[:, :5] for n in range(2))
     present = torch.ones(50, 5, dtype=torch.bool)
     found, exact = (
-        [fn(each[0], each[1], present, beta, add_tail) for fn in (topk_divergence, slope)]
+        [fn(each[0], each[1], present, beta, add_tail) for fn in (divergence, slope)]
         for each in ((student, teacher), (student.double(), teacher.double()))
     )
     # A unit in the last place of the probabilities is as large a part of the tail as this is small.
@@ -208,8 +215,8 @@ def test_absent_classes_beside_rare_ones(beta: float) -> None:
     """Normalized over the classes that are there, whatever is left of their probabilities, they have all of it."""
     student, teacher = (numbers(2, 3 + n).double()[:, :3] for n in range(2))
     present = torch.tensor([True, False, True])
-    right = topk_divergence(student, teacher, present.expand(2, 3), beta, False)
-    found = topk_divergence(student - 300, teacher - 200, present.expand(2, 3), beta, False)
+    right = divergence(student, teacher, present.expand(2, 3), beta, False)
+    found = divergence(student - 300, teacher - 200, present.expand(2, 3), beta, False)
     torch.testing.assert_close(found, right)
 
 
@@ -220,8 +227,8 @@ def test_a_class_that_the_student_rules_out(beta: float, add_tail: bool) -> None
     student, teacher = (numbers(1, 3 + n)[:, :3].log_softmax(-1) - 1 for n in range(2))
     student[0, 1] = float("-inf")
     present = torch.ones(1, 3, dtype=torch.bool)
-    loss = topk_divergence(student, teacher, present, beta, add_tail)
-    almost = topk_divergence(student.clamp(min=-60), teacher, present, beta, add_tail)
+    loss = divergence(student, teacher, present, beta, add_tail)
+    almost = divergence(student.clamp(min=-60), teacher, present, beta, add_tail)
     if beta < 1.0:  # of a class without probability it is 0 * log(0), and where the mixture has the teacher alone
         torch.testing.assert_close(loss, almost)
     assert loss.isfinite().all()
@@ -233,9 +240,9 @@ def test_a_teacher_may_rule_classes_out() -> None:
     student, present = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool)
     rare = torch.tensor([[-1.0, -1e30]])
     right = (-2.0 + 1e30) * torch.tensor(-2.0).exp()
-    torch.testing.assert_close(topk_divergence(student, rare, present, 1.0, True), right.expand(1))
+    torch.testing.assert_close(divergence(student, rare, present, 1.0, True), right.expand(1))
     ruled_out = torch.tensor([[-1.0, float("-inf")]])
-    assert topk_divergence(ruled_out, student, present, 0.0, True).isinf().all()
+    assert divergence(ruled_out, student, present, 0.0, True).isinf().all()
 
 
 def test_what_is_absent_is_not_read(device: torch.device) -> None:
@@ -376,3 +383,34 @@ def test_a_teacher_gets_no_gradient() -> None:
 def test_arguments_are_named_as_in_distill_topk() -> None:
     alone, both = (inspect.signature(loss).parameters for loss in (losses.distill_topk, losses.distill))
     assert set(alone) - set(both) == set()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("nats", [5.0, 20.0, 40.0])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_student_that_is_sure_of_the_classes(beta: float, nats: float, compiled: bool, device: torch.device) -> None:
+    """The tail's probability, down to exp(-40), is made of the logits of its classes."""
+    K, ids = 4, torch.arange(4, device=device).expand(1, 3, 4)
+    given = torch.tensor([0.4, 0.3, 0.1, 0.1], device=device).log().expand(1, 3, K)
+    weight, target = torch.eye(V, device=device), torch.ones(1, 3, device=device, dtype=torch.int64)
+    z = numbers(1, 3, V).to(device)
+    z[..., :K] += nats
+
+    def ours(x: Tensor) -> Tensor:
+        return losses.distill_topk(x, weight, target, ids, given, beta=beta)[0]
+
+    def right(x: Tensor) -> Tensor:
+        logprobs, t = x.log_softmax(-1), given.to(x.dtype)
+        s = torch.cat((logprobs[..., :K], logprobs[..., K:].logsumexp(-1, keepdim=True)), -1)
+        t = torch.cat((t, torch.log1p(-t.exp().sum(-1, keepdim=True))), -1)
+        m = torch.log(beta * t.exp() + (1 - beta) * s.exp())
+        if beta in (0.0, 1.0):
+            p, q = (t, s) if beta == 0.0 else (s, t)
+            return (p.exp() * (p - q)).sum(-1).mean()
+        return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1).mean()
+
+    x, y = z.clone().requires_grad_(), z.double().requires_grad_()
+    loss, want = (torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours)(x), right(y)
+    (dx,), (dy,) = torch.autograd.grad(loss, x), torch.autograd.grad(want, y)
+    assert abs(loss.double() - want) < 1e-6 * want.abs()
+    assert (dx - dy).norm() < 1e-6 * dy.norm()

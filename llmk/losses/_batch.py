@@ -366,10 +366,10 @@ class Batch:
         sequences = make_sequences(head.input, target, head.ignore_index, ids, count, order, ranks)
         return cls(head, target, sequences, support, outside)
 
-    def logprobs(self, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def logprobs(self, target: Tensor | None = None, add_tail: bool = False) -> tuple[Tensor, Tensor]:
         """Return the targets' log-probabilities and the entropies, float32, 0 where a token does not count."""
         target = self.target if target is None else target
-        return linear_logprobs(target=target, support=self.support, **self.head.arguments())
+        return linear_logprobs(target=target, support=self.support, add_tail=add_tail, **self.head.arguments())
 
     def with_head(self, **changes: Any) -> "Batch":
         return replace(self, head=replace(self.head, **changes))

@@ -357,8 +357,10 @@ def distill_topk(
     present = present & (teacher_logprobs != float("-inf"))
     _check_classes(teacher_ids, present, batch.head.all_classes)
     classes = teacher_ids.masked_fill(~present, NOT_THERE)  # `ignore_index` itself may be a class
-    student, entropy = batch.with_head(ignore_index=NOT_THERE).logprobs(classes)
-    each = topk_divergence(student, teacher_logprobs.detach().float(), present, beta, add_tail)
+    student, entropy = batch.with_head(ignore_index=NOT_THERE).logprobs(classes, add_tail)
+    tail = student[..., -1] if add_tail else None
+    student = student[..., : classes.shape[-1]]
+    each = topk_divergence(student, teacher_logprobs.detach().float(), present, beta, tail)
     if token_weights is not None:
         each = each * torch.where(sequences.mask, token_weights.detach().float(), 0.0)
     items = token_denominator(num_items_in_batch, sequences)

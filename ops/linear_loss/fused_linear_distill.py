@@ -91,8 +91,15 @@ def fused_linear_distill_reference(
     log_softmax = (z / temperature).log_softmax(-1)
     for ids, logprobs in zip(teacher_ids, teacher_logprobs, strict=True):
         ids, present = ids.long(), (ids >= 0) & (logprobs > float("-inf")) & counts.unsqueeze(-1)
-        x = log_softmax.gather(-1, torch.where(present, ids, 0))
-        x, t = (_distribution_reference(each, present, add_tail) for each in (x, logprobs.to(x.dtype)))
+        is_present = ((ids.unsqueeze(-1) == torch.arange(z.shape[-1], device=ids.device)) & present.unsqueeze(-1)).any(
+            -2
+        )
+        others = log_softmax.masked_fill(is_present, float("-inf")).logsumexp(-1, keepdim=True)
+        logprobs = logprobs.to(z.dtype)
+        left = 1 - torch.where(present, logprobs, float("-inf")).exp().sum(-1, keepdim=True)
+        left = left.clamp(min=torch.finfo(left.dtype).eps).log()
+        x = _distribution_reference(log_softmax.gather(-1, torch.where(present, ids, 0)), present, add_tail, others)
+        t = _distribution_reference(logprobs, present, add_tail, left)
         divergences.append(torch.where(present.any(-1), jsd_terms(x, t, beta).sum(-1), 0.0))
     each = torch.where(counts, torch.stack(divergences), 0.0)
     if teacher_weight is not None:
@@ -108,15 +115,13 @@ def fused_linear_distill_reference(
     return loss, terms.detach(), nll.detach()
 
 
-def _distribution_reference(logprobs: Tensor, present: Tensor, add_tail: bool) -> Tensor:
-    """The logarithms of the probabilities of classes, -inf of an absent one, and of what they leave, or normalized."""
+def _distribution_reference(logprobs: Tensor, present: Tensor, add_tail: bool, others: Tensor) -> Tensor:
+    """The logarithms of the probabilities of classes, -inf of an absent one, and of the others, or normalized."""
     if not add_tail:
         some_are_present = present.any(-1, keepdim=True)
         logprobs = logprobs.masked_fill(~present & some_are_present, float("-inf")).log_softmax(-1)
         return logprobs.masked_fill(~present, float("-inf"))
-    rest = 1 - torch.where(present, logprobs, float("-inf")).exp().sum(-1, keepdim=True)
-    rest = rest.clamp(min=torch.finfo(rest.dtype).eps).log()
-    return torch.cat((logprobs.masked_fill(~present, float("-inf")), rest), -1)
+    return torch.cat((logprobs.masked_fill(~present, float("-inf")), others), -1)
 
 
 @dataclass(frozen=True)
@@ -129,11 +134,15 @@ class LargestClasses:
     beta: float
     add_tail: bool
 
-    def losses(self, logprobs: Tensor, block: slice) -> Tensor:
+    def losses(self, block: slice, logprobs: Tensor, tails: Tensor | None = None) -> Tensor:
         present = self.ids[block] >= 0
-        s, t, here = (each.split(self.sizes, -1) for each in (logprobs, self.logprobs[block], present))
-        each = [topk_divergence(*of, self.beta, self.add_tail) for of in zip(s, t, here, strict=True)]
-        return torch.stack(each)
+        parts = zip(*(each.split(self.sizes, -1) for each in (logprobs, self.logprobs[block], present)), strict=True)
+        return torch.stack(
+            [
+                topk_divergence(s, t, here, self.beta, None if tails is None else tails[i])
+                for i, (s, t, here) in enumerate(parts)
+            ]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +263,13 @@ def fused_linear_distill_samples(device: torch.device, dtype: torch.dtype) -> It
     both = with_topk(given(37, 2, 5, H=16, teachers=(16,)), (4,))
     skipped = {"labels": make.classes(37, 2, 5), "skip_ignored": True, "chunk_size": 4}
     yield Sample(both, skipped, why="a teacher of either kind, ignored tokens skipped")
+    x, weight, *others = given(37, 5, teachers=())
+    ids = torch.arange(4, device=device, dtype=torch.int64).expand(5, -1)
+    likely = torch.tensor([0.4, 0.3, 0.1, 0.1], device=device, dtype=torch.float32).log().to(dtype).expand(5, -1)
+    sure = {"linear_bias": 30.0 * (torch.arange(37, device=device, dtype=torch.int64) < 4).to(dtype)}
+    for beta in (0.0, 0.5):
+        args = x, weight, *others[:4], [ids], [likely]
+        yield Sample(args, sure | {"beta": beta}, why=f"beta {beta}, a student that is sure of a teacher's classes")
     alone = with_topk(given(37, 6, teachers=()), (5, 3))
     yield Sample(alone, {"chunk_size": 2, "logits_dtype": dtype}, why="teachers of top-k alone")
     three = {"teacher_weight": make.rand(3), "labels": make.classes(37, 6), "chunk_size": 2}

@@ -49,7 +49,7 @@ def linear_logprobs_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
     skip_ignored: bool = True, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
-    support: Tensor | None = None,
+    support: Tensor | None = None, add_tail: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
     logits = logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -64,10 +64,15 @@ def linear_logprobs_reference(
     # 0 * log(0) is 0 for a class without probability.
     entropy = -(log_softmax.exp() * log_softmax.masked_fill(log_softmax == float("-inf"), 0.0)).sum(-1)
     zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
-    return (
-        torch.where(counts, logprobs, zero).view(target.shape),
-        torch.where(counts.any(-1), entropy, zero),
-    )
+    logprobs = torch.where(counts, logprobs, zero)
+    if add_tail:
+        classes = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int64)
+        is_candidate = ((candidates.unsqueeze(-1) == classes) & counts.unsqueeze(-1)).any(-2)
+        tail = log_softmax.masked_fill(is_candidate, float("-inf")).logsumexp(-1)
+        logprobs = torch.cat((logprobs, torch.where(counts.any(-1), tail, zero).unsqueeze(-1)), -1)
+    else:
+        logprobs = logprobs.view(target.shape)
+    return logprobs, torch.where(counts.any(-1), entropy, zero)
 
 
 def _in_support(support: Tensor, V: int) -> Tensor:
@@ -114,10 +119,27 @@ def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     yield Sample((randn(2, 4), randn(100_003, 4), classes(100_003, 2)), {"softcap": 4.0}, why="100,003 classes")
     # Large, and near each other: 1 - exp(-40) is 1 in float64, which then is no exact reference.
     yield Sample((randn(5, 8), randn(37, 8), classes(37, 5)), {"linear_bias": 3e3 + randn(37)}, why="large values")
+    yield from tail_samples(make)
     yield from support_samples(make)
     masked = randn(40).masked_fill(torch.arange(40, device=device, dtype=torch.int64) < 20, float("-inf"))
     target = torch.randint(20, 40, (4,), device=device)
     yield Sample((randn(4, 8), randn(40, 8), target), {"linear_bias": masked}, why="half the classes at -inf")
+
+
+def tail_samples(make: Make) -> Iterator[Sample]:
+    randn, classes = make.randn, make.classes
+    kwargs = {"add_tail": True, "linear_bias": randn(37), "chunk_size": 4, "ignore_index": 5}
+    kwargs |= {"temperature": 0.7, "logit_scale": 0.5, "softcap": 4.0}
+    yield Sample(
+        (randn(2, 5, 12), randn(37, 12), classes(37, 2, 5, 3, ignore_index=5)), kwargs, why="a tail, every option"
+    )
+    sure = torch.arange(80, device=make.device, dtype=torch.int64) < 6
+    kwargs = {"add_tail": True, "linear_bias": 30.0 * sure.to(make.dtype)}
+    target = torch.tensor([[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [7, 7, 0, 1, 2, -100]], device=make.device)
+    yield Sample(
+        (randn(3, 12), randn(80, 12), target), kwargs, why="a tail of probability 1e-11, one with repeated ids"
+    )
+    yield Sample((randn(3, 8), randn(32, 8), classes(32, 3)), {"add_tail": True}, why="a tail beside one class")
 
 
 def support_samples(make: Make) -> Iterator[Sample]:
@@ -178,6 +200,7 @@ def linear_logprobs(
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None,
+    add_tail: bool = False,
     vocab_start: int = 0,
     num_classes: int = 0,
     group_name: str = "",
@@ -215,13 +238,17 @@ def linear_logprobs(
         support: Classes `[..., L]` over which each token's softmax is, int64 or int32: those that a sampler kept, which
             cut by top-k or top-p. L is from 1 to 1024. Negative ids are padding, an id that occurs twice counts once,
             and a token without any is over all classes. A target outside of its support has no probability: -inf.
+        add_tail: Return one log-probability more of each token, after those of its candidates: that of all other
+            classes together. It is the logsumexp of their own logits, which 1 minus a sum of probabilities near 1 is
+            not. Without a support.
         vocab_start: The class of the first row of `linear_weight`. The ranks' slices cover every class once, in any
             order and of any lengths; a rank may have none.
         num_classes: Number of classes of all ranks together; 0 without a group: those of `linear_weight`.
         group_name: The `group_name` of a `torch.distributed.ProcessGroup`; "" is one rank, which has all classes.
 
     Returns:
-        Log-probabilities in the shape of `target`, and entropies `[...]` in nats; both float32.
+        Log-probabilities in the shape of `target`, with `add_tail` `[..., K + 1]`, and entropies `[...]` in nats; both
+        float32.
 
     Raises:
         TypeError: A dtype does not fit.

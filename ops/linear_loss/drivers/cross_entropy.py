@@ -187,7 +187,7 @@ def _backward(
     rows = call.softmax_rows(impl, compacted)
 
     def row_gradients(block: slice, results: RowResults) -> RowGradients:
-        return RowGradients(*gradient_of(lambda *given: losses.value(block, RowResults(*given)), *results)[1])
+        return RowGradients(*gradient_of(lambda *given: losses.value(block, RowResults(*given)), *results[:4])[1])
 
     gradients = gradients_of(rows, need, call.recomputed_dtypes)
     second_pass(rows, stats, row_gradients, gradients)

@@ -37,6 +37,7 @@ from llmk.registry import (
     REPLICATE,
     KernelOp,
     check_dtype,
+    check_flag,
     check_number,
     check_same,
     gradient_of,
@@ -95,7 +96,9 @@ class LogprobsCall(SoftmaxCall):
     def token_tensors(self) -> tuple[str, ...]:
         return "input", "target", "support"
 
-    def logprob_rows(self, impl: Implementation, compacted: CompactedTokens, chosen: Plan | None = None) -> SoftmaxRows:
+    def logprob_rows(
+        self, impl: Implementation, compacted: CompactedTokens, chosen: Plan | None = None, **options: Any
+    ) -> SoftmaxRows:
         """Return the rows of this call's tokens, which are compacted already.
 
         Raises:
@@ -105,7 +108,38 @@ class LogprobsCall(SoftmaxCall):
         support = None if self.support is None else self.support.reshape(-1, self.support.shape[-1])
         if support is not None and impl.on_host:
             check_support_ids(support, self.num_classes)
-        return self.softmax_rows(impl, compacted, chosen, moments=True, support=support)
+        return self.softmax_rows(impl, compacted, chosen, moments=True, support=support, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidatesCall(LogprobsCall):
+    """The same, with the log-probability of all other classes together, after those of the candidates."""
+
+    add_tail: bool = False
+
+    @classmethod
+    def checked(cls, arguments: Mapping[str, Any]) -> Self:
+        call = super().checked(arguments)
+        check_flag("add_tail", call.add_tail)
+        if call.add_tail and call.support is not None:
+            raise ValueError(f"support: expected None with add_tail, got a tensor of {tuple(call.support.shape)}")
+        return call
+
+    @property
+    def keeps_exponentials(self) -> bool:
+        return super().keeps_exponentials and not self.add_tail
+
+    @property
+    def logprobs_shape(self) -> tuple[int, ...]:
+        return (*self.tokens, self.candidates + 1) if self.add_tail else tuple(self.target.shape)
+
+    @property
+    def statistics(self) -> int:
+        """The number of values that are saved for a token."""
+        return STATISTICS + self.add_tail
+
+    def rows(self, impl: Implementation, compacted: CompactedTokens) -> SoftmaxRows:
+        return self.logprob_rows(impl, compacted, with_tail=self.add_tail)
 
 
 def check_support(support: Tensor, call: LogprobsCall) -> None:
@@ -118,28 +152,33 @@ def check_support(support: Tensor, call: LogprobsCall) -> None:
         raise ValueError(f"support: expected shape {expected}, got {shape}")
 
 
-def _forward(impl: Implementation, full_call: LogprobsCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probabilities, entropies, the statistics `[5, ...]` of each token, and exponentials that are kept."""
+def _forward(impl: Implementation, full_call: CandidatesCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probabilities, entropies, the statistics `[S, ...]` of each token, and exponentials that are kept."""
     compacted, call = full_call.compacted(impl)
     kept = full_call.kept_buffer(keep and full_call.keeps_exponentials)
-    rows = call.logprob_rows(impl, compacted)
+    rows = call.rows(impl, compacted)
     exponentials = full_call.kept_matrix(kept)
     stats, results, _ = first_pass(rows, None if exponentials is None else exponentials[: rows.x.shape[0]])
-    logprobs = compacted.scatter(results.logprobs).view(full_call.target.shape)
+    of_rows = results.logprobs
+    if results.tail is not None:
+        of_rows = torch.cat((of_rows, results.tail.unsqueeze(-1)), -1)
+    logprobs = compacted.scatter(of_rows).view(full_call.logprobs_shape)
     return logprobs, compacted.scatter(results.entropy), compacted.scatter_statistics(stats), kept
 
 
 def _backward(
-    impl: Implementation, full_call: LogprobsCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor,
+    impl: Implementation, full_call: CandidatesCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor,
     kept: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of the inputs from those of the outputs."""
     compacted, call = full_call.compacted(impl)
     grad, entropy_grad = (None if g is None else compacted.gather(g) for g in (grad, entropy_grad))
+    tail = None
     if grad is not None:
-        grad = grad.reshape(-1, call.candidates)
-    grads = RowGradients(grad, None if entropy_grad is None else entropy_grad.reshape(-1))
-    rows = call.logprob_rows(impl, compacted)
+        grad = grad.reshape(-1, call.candidates + call.add_tail)
+        grad, tail = grad[:, : call.candidates], grad[:, call.candidates] if call.add_tail else None
+    grads = RowGradients(grad, None if entropy_grad is None else entropy_grad.reshape(-1), tail=tail)
+    rows = call.rows(impl, compacted)
     gradients = gradients_of(rows, (need_dx, need_dw, need_db), call.recomputed_dtypes)
     exponentials = full_call.kept_matrix(kept)
     second_pass(
@@ -149,10 +188,10 @@ def _backward(
     return gradients.results(full_call.input.shape)
 
 
-def _fake_forward(call: LogprobsCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_forward(call: CandidatesCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logprobs, entropy, stats = (
         call.input.new_empty(shape, dtype=torch.float32)
-        for shape in (call.target.shape, call.tokens, (STATISTICS, *call.tokens))
+        for shape in (call.logprobs_shape, call.tokens, (call.statistics, *call.tokens))
     )
     return logprobs, entropy, stats, call.kept_buffer(keep and call.keeps_exponentials)
 
@@ -183,7 +222,7 @@ def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]
     return (any(needs_input_grad[:3]) and (type(input) is Tensor or not hasattr(input, "__tensor_flatten__")),)
 
 
-def _is_kept(call: LogprobsCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor, *rest: Any) -> bool:
+def _is_kept(call: CandidatesCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor, *rest: Any) -> bool:
     """Return True if the exponentials that were kept are what the gradient needs."""
     return entropy_grad is None and call.kept_matrix(rest[0]) is not None
 
@@ -193,9 +232,9 @@ class LogprobsOps:
 
     def __init__(self, name: str) -> None:
         self.forward = LinearOp(
-            f"_{name}_fwd", LogprobsCall, _forward, outputs=4, fake=_fake_forward, products=lambda impl, call, keep: 1
+            f"_{name}_fwd", CandidatesCall, _forward, outputs=4, fake=_fake_forward, products=lambda impl, call, keep: 1
         )
-        self.backward = recomputing_op(f"_{name}_bwd", LogprobsCall, _backward, kept=_is_kept)
+        self.backward = recomputing_op(f"_{name}_bwd", CandidatesCall, _backward, kept=_is_kept)
         self.forward.op.register_sharding(_forward_sharding)
         self.backward.op.register_sharding(_backward_sharding(4))  # target, support, two gradients
         self.forward.op.register_autograd(
@@ -213,7 +252,7 @@ class LogprobsOps:
     def __call__(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies from the public operator's arguments."""
         local, as_given, _ = local_fields(with_shard(arguments), [DIFFERENTIABLE], ["target", "support"])
-        call = LogprobsCall.checked(local)
+        call = CandidatesCall.checked(local)
         tokens, shape = tuple(call.tokens), tuple(call.target.shape)
         if shape != tokens and (call.target.dim() != call.input.dim() or shape[:-1] != tokens or shape[-1] == 0):
             raise ValueError(f"target: expected shape {tokens}, or {tokens} and K candidates, got {shape}")

@@ -3,7 +3,7 @@ r"""The divergence from a teacher's K largest classes of a token, as a function 
 With t_k and s_k the teacher's and the student's probabilities of the K classes, each is completed to a distribution: by
 a class more, the tail, which has what is left,
 
-    t_0 = 1 - sum(t_k),    s_0 = 1 - sum(s_k)
+    t_0 = 1 - sum(t_k),    s_0 = sum of the student's probabilities of all other classes
 
 or without one by dividing by the sum over the K classes. The divergence of the two is that of `fused_linear_jsd`: with
 m = beta * t + (1 - beta) * s
@@ -32,9 +32,20 @@ _LEAST_LOGPROB = -1e4
 """The log of a probability that is 0 in any dtype."""
 
 
-def topk_divergence(student: Tensor, teacher: Tensor, present: Tensor, beta: float, add_tail: bool) -> Tensor:
-    """Return the divergence `[...]` from log-probabilities `[..., K]` and the mask of the classes that are present."""
-    s, t = (_distribution(each, present, add_tail) for each in (student, teacher))
+def topk_divergence(
+    student: Tensor, teacher: Tensor, present: Tensor, beta: float, student_tail: Tensor | None
+) -> Tensor:  # fmt: skip
+    """Return the divergence `[...]` from log-probabilities `[..., K]` and the mask of the classes that are present.
+
+    Args:
+        student, teacher: Log-probabilities of the classes.
+        present: The mask.
+        beta: From 0 to 1.
+        student_tail: The log-probability `[...]` of the student's other classes together; None to normalize both.
+    """
+    add_tail = student_tail is not None
+    s = _distribution(student, present, student_tail)
+    t = _distribution(teacher, present, _what_is_left(teacher, present) if add_tail else None)
     # Probabilities that are 0 from finite logarithms, as 0 * inf would be no derivative of 0 * log(0). With beta 0 a
     # student's -inf makes the divergence infinite.
     f, _ = divergence_of_cpu(s if beta == 0.0 else _finite(s), _finite(t), beta)
@@ -46,13 +57,18 @@ def _support(present: Tensor, add_tail: bool) -> Tensor:
     return torch.cat([present, present.any(-1, keepdim=True)], -1) if add_tail else present
 
 
-def _distribution(logprobs: Tensor, present: Tensor, add_tail: bool) -> Tensor:
+def _distribution(logprobs: Tensor, present: Tensor, tail: Tensor | None) -> Tensor:
     """Complete log-probabilities `[..., K]` to a distribution, with the tail `[..., K + 1]` or normalized."""
     logprobs = torch.where(present, logprobs, float("-inf"))
-    if not add_tail:
+    if tail is None:
         return logprobs.masked_fill(~present.any(-1, keepdim=True), 0.0).log_softmax(-1)
-    total = logprobs.clamp(min=_LEAST_LOGPROB).logsumexp(-1, keepdim=True)
-    return torch.cat([logprobs, log1mexp(total)], -1)
+    tail = tail.masked_fill(~present.any(-1), 0.0)  # of a token that does not count it may be NaN
+    return torch.cat([logprobs, tail.unsqueeze(-1)], -1)
+
+
+def _what_is_left(logprobs: Tensor, present: Tensor) -> Tensor:
+    """Return the log of 1 minus the sum of the probabilities: nothing else is known of a teacher's other classes."""
+    return log1mexp(torch.where(present, logprobs, _LEAST_LOGPROB).clamp(min=_LEAST_LOGPROB).logsumexp(-1))
 
 
 def _finite(logprobs: Tensor) -> Tensor:

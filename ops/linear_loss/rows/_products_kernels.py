@@ -88,8 +88,8 @@ def gradients_of(y, others, reference, a, b, u, w):
 
 @jit
 def logits_kernel(
-    x, w, p, bias_ptr, class_weight_ptr, row_ptr, own_ptr, count_ptr, place_ptr, part_ptr,
-    M, V, H, x_stride, w_stride_v, w_stride_h, p_stride, inner, outer, softcap,
+    x, w, p, bias_ptr, class_weight_ptr, row_ptr, own_ptr, count_ptr, place_ptr, part_ptr, out_ptr, first_out_ptr,
+    K, M, V, H, x_stride, w_stride_v, w_stride_h, p_stride, inner, outer, softcap,
     GRADIENTS: tl.constexpr, MOMENTS: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr,
     DESCRIBED: tl.constexpr, P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr,
     PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -100,6 +100,7 @@ def logits_kernel(
     `row [4, M]` has the rows' references and the coefficients of gradients; a reference of +inf is a row that does not
     count. `part [4, tiles, M]` gets the sums of exponentials relative to the largest logit of the tile, that, with
     MOMENTS their moments, and with class weights weighted logits. With a `place` a row of x is that row of all others.
+    Columns `out [M, K]` are left out besides a row's own, those of a tile from `first_out [tiles + 1, M]` on.
     """
     inner, outer = tl.cast(inner, tl.float32), tl.cast(outer, tl.float32)
     end = tl.load(count_ptr)
@@ -126,6 +127,12 @@ def logits_kernel(
             a = tl.load(row_ptr + M + place, mask=inside, other=0.0)
             b = tl.load(row_ptr + 2 * M + place, mask=inside, other=0.0)
             u = tl.load(row_ptr + 3 * M + place, mask=inside, other=0.0)
+        if out_ptr is not None:
+            first_out = tl.load(first_out_ptr + col_tile.to(tl.int64) * M + place, mask=inside, other=0)
+            number_out = tl.load(first_out_ptr + (col_tile + 1).to(tl.int64) * M + place, mask=inside, other=0)
+            number_out -= first_out
+            most_out = tl.max(number_out, axis=0)
+            out_ptrs = out_ptr + place.to(tl.int64) * K + first_out
         pieces = column_eighths(z) if PIECES == 8 else column_halves(z)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         moment = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -136,13 +143,18 @@ def logits_kernel(
             cols = col + tl.arange(0, WIDTH)
             y, slope = transformed(pieces[i], bias_ptr, cols, V, inner, outer, softcap, ROUNDED, LOW)
             others = counts[:, None] & (cols < V)[None, :] & (cols[None, :] != own[:, None])
+            kept = y
+            if out_ptr is not None:
+                for k in range(most_out):
+                    out = tl.load(out_ptrs + k, mask=k < number_out, other=-1)
+                    kept = tl.where(cols[None, :] == out[:, None], float("-inf"), kept)
             class_weight = tl.zeros((1, WIDTH), dtype=tl.float32)
             if class_weight_ptr is not None:
                 class_weight = tl.load(class_weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
             if GRADIENTS:
-                value = gradients_of(y, others, reference, a, b, u, class_weight)
+                value = gradients_of(kept, others, reference, a, b, u, class_weight)
             else:
-                value, m, piece_total, piece_moment = exponentials_of(y, others, reference)
+                value, m, piece_total, piece_moment = exponentials_of(kept, others, reference)
                 new_largest = tl.maximum(largest, m)
                 base = finite_base(new_largest)
                 total, moment = relative_to(largest, base, total, moment)

@@ -68,6 +68,7 @@ class SoftmaxRows:
         by_kernels: On a GPU, where 16-bit rows take kernels.
         moments: The entropy is asked for.
         leaves_out_own: A row's class is left out of its sums; else they are of all classes.
+        with_tail: The log-probability of all classes that are not a row's, together, is asked for.
         support: Classes over which each row's softmax is.
     """
 
@@ -81,6 +82,7 @@ class SoftmaxRows:
     by_kernels: bool
     moments: bool = False
     leaves_out_own: bool = True
+    with_tail: bool = False
     support: Tensor | None = None  # ids, [N, L]
     projection: KernelProjection | MatrixProjection = field(init=False)
     _support: Support | None = field(init=False, default=None)
@@ -153,7 +155,7 @@ class SoftmaxRows:
         best, mask = None, counts.squeeze(1)
         if ids.shape[1] > 1:
             best, mask = y.masked_fill(~counts, float("-inf")).argmax(-1, keepdim=True), counts.any(-1)
-        classes = Classes(ids, columns, counts, y, slopes, best)
+        classes = Classes(ids, columns, counts, y, slopes, best, _distinct(ids, counts) if self.with_tail else None)
         own, y_own, slope_own = (None if each is None else classes.own(each) for each in (columns, y, slopes))
         assert own is not None
         assert y_own is not None
@@ -163,10 +165,14 @@ class SoftmaxRows:
             cuts = self._support.cuts(rows)
             mask, own = mask & ~cuts, own.masked_fill(cuts, -1)
         y_own = y_own.masked_fill(~mask, 0.0)
+        left_out = y_left_out = None
+        if classes.distinct is not None:
+            others = classes.distinct & (ids != classes.own(ids).unsqueeze(-1))
+            left_out, y_left_out = columns.sort(-1).values, y.masked_fill(~others, float("-inf"))
         # A logit of +inf that counts makes its row NaN; as a reference it says that a row does not count.
         reference = y_own.masked_fill(y_own == float("inf"), float("nan")).masked_fill(~mask, float("inf"))
         count = self._count(rows) if self.compacted.count is None else self.compacted.count.counts
-        return Chunk(rows, mask, count, own, y_own, reference, slope_own), classes
+        return Chunk(rows, mask, count, own, y_own, reference, slope_own, left_out, y_left_out), classes
 
     def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Statistics, RowResults, Tensor]:
         """Return a chunk's statistics, its results, and if the own class is the largest; write exponentials to P."""
@@ -174,7 +180,7 @@ class SoftmaxRows:
         if own_results is not None and self.has_one_class:
             logprobs, *others = own_results.unbind()
             return stats, RowResults(logprobs.unsqueeze(1), *others), is_largest
-        results = row_results(stats, classes.y, weighted, classes.counts)
+        results = row_results(stats, classes.y, weighted, classes.counts, classes.distinct)
         if self._support is not None:
             stats, results = self._support.results(chunk.rows, classes, stats, results)
         return stats, results, is_largest
@@ -182,7 +188,8 @@ class SoftmaxRows:
     @property
     def has_one_class(self) -> bool:
         """True if each row has one class, which is left out of its sums, and a softmax over all."""
-        return self.classes.shape[1] == 1 and self.leaves_out_own and self.support is None
+        is_one = self.classes.shape[1] == 1 and not self.with_tail
+        return is_one and self.leaves_out_own and self.support is None
 
     def exponentials_serve(self, grads: RowGradients) -> bool:
         """Return True if exponentials that are stored give the gradient."""
@@ -198,20 +205,21 @@ class SoftmaxRows:
         is_own = torch.zeros_like(classes.counts)
         if self.leaves_out_own:
             is_own = (classes.ids == classes.own(classes.ids).unsqueeze(1)) & classes.counts
-        row = coefficients(stats, classes.y, grads, classes.ids, is_own, self.weights.of_classes(classes.columns))
+        class_weight = self.weights.of_classes(classes.columns)
+        row = coefficients(stats, classes.y, grads, classes.ids, is_own, class_weight, classes.distinct)
         return self._made_matrix(chunk, classes, stats, grads, row, p)
 
     def _made_matrix(
         self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, row: Coefficients, p: Tensor
     ) -> RowMatrix:  # fmt: skip
         """Make the gradient of a chunk's logits; float16 takes a power of two out of each row."""
-        factor, (a, b, entries), u = self.transform.factor, row, grads.weighted
+        factor, (reference, a, b, entries), u = self.transform.factor, row, grads.weighted
         entries = entries * (factor if classes.slopes is None else classes.slopes)
         size = torch.ones_like(a)
         if p.dtype == torch.float16:
             size = self._power_of_two(grads, a)
             a, b, u = a / size, b / size, None if u is None else u / size
-        self.projection.gradients(chunk, stats.reference, a, b, u, p)
+        self.projection.gradients(chunk, reference, a, b, u, p)
         row_factor = (size * factor).masked_fill(~classes.counts.any(-1), 0.0)
         columns, stored = classes.columns, entries / (size * factor).unsqueeze(-1)
         own_entry, own_stored = classes.own(entries), classes.own(stored)
@@ -235,12 +243,19 @@ class SoftmaxRows:
         if grads.entropy is not None:
             # p |log p + H| is at most log V + 1
             bound = bound + grads.entropy.abs() * (math.log(self.num_classes) + 1)
-        if grads.logsumexp is not None:
-            bound = bound + grads.logsumexp.abs()
+        for each in (grads.logsumexp, grads.tail):
+            bound = bound if each is None else bound + each.abs()
         if grads.weighted is not None and self.weights.class_weight is not None:
             bound = bound + grads.weighted.abs() * self.weights.class_weight.abs().amax().float()
         exponent = torch.frexp(torch.where(bound.isfinite() & (bound > 0), bound, 0.5)).exponent
         return torch.ldexp(torch.ones_like(bound), exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT))
+
+
+def _distinct(ids: Tensor, counts: Tensor) -> Tensor:
+    """Return a mask that has each class of a row that counts once, of ids `[M, K]`."""
+    ordered, order = ids.masked_fill(~counts, -1).sort(-1)
+    repeated = torch.nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
+    return torch.zeros_like(counts).scatter(-1, order, ~repeated & (ordered >= 0))
 
 
 class RowParts:
@@ -250,8 +265,9 @@ class RowParts:
         self.parts: list[tuple[Tensor, RowResults, Tensor]] = []
         if rows.x.shape[0] == 0:
             row = torch.zeros((0,), dtype=torch.float32, device=rows.x.device)
-            results = RowResults(row.expand(rows.classes.shape[1], 0).t(), row, row, row)
-            self.parts.append((row.expand(STATISTICS, 0), results, row.bool()))
+            tail = row if rows.with_tail else None
+            results = RowResults(row.expand(rows.classes.shape[1], 0).t(), row, row, row, tail)
+            self.parts.append((row.expand(STATISTICS + rows.with_tail, 0), results, row.bool()))
 
     def add(self, stats: Statistics, results: RowResults, largest: Tensor) -> None:
         self.parts.append((stats.values, results, largest))
@@ -259,7 +275,10 @@ class RowParts:
     def whole(self) -> tuple[Tensor, RowResults, Tensor]:
         """Return the statistics `[5, N]`, the results, and the mask `[N]`, each with memory of its own."""
         stats, results, largest = zip(*self.parts, strict=True)
-        whole = RowResults(*(torch.cat(each) for each in zip(*results, strict=True)))
+        tails = [each.tail for each in results if each.tail is not None]
+        whole = RowResults(*map(torch.cat, zip(*(each[:4] for each in results), strict=True)))
+        if tails:
+            whole = whole._replace(tail=torch.cat(tails))
         return torch.cat(stats, -1), whole, torch.cat(largest)
 
 
@@ -271,7 +290,7 @@ def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) ->
         part = p[: block.stop - block.start]
         stats, results, largest = rows.results(chunk, classes, part if rows.projection.keeps_exponentials else None)
         parts.add(stats, results, largest)
-        _, grads = gradient_of(lambda *given, block=block: objective.value(block, RowResults(*given)), *results)
+        _, grads = gradient_of(lambda *given, block=block: objective.value(block, RowResults(*given)), *results[:4])
         serves = rows.exponentials_serve(given := RowGradients(*grads))
         gradients.add(chunk, rows.matrix_of(chunk, classes, stats, given, part, serves))
     return parts.whole()
@@ -305,7 +324,7 @@ def second_pass(
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
         of_rows = Statistics(stats[:, block])
-        results = row_results(of_rows, classes.y, torch.zeros_like(of_rows.rest), classes.counts)
+        results = row_results(of_rows, classes.y, torch.zeros_like(of_rows.rest), classes.counts, classes.distinct)
         grads = row_gradients(block, results)
         serves = kept is not None and rows.exponentials_serve(grads)
         if kept is not None and serves:

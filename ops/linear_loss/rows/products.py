@@ -178,11 +178,12 @@ class Weights(NamedTuple):
 
 def launch_logits(
     rows: Rows, weights: Weights, p: Tensor | None, parts: Tensor | None = None, *, moments: bool = False,
-    gradients: bool = False, place: Tensor | None = None,
+    gradients: bool = False, place: Tensor | None = None, left_out: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write to P `[M, V]` exponentials, and their sums to `parts`, or gradients.
 
-    With `place` the rows are those of all others, and P has all.
+    With `place` the rows are those of all others, and P has all. Columns `left_out [M, K]`, int32 and in their order,
+    negative for none, are not in the sums.
     """
     weight, bias, class_weight, transform = weights
     (M, H), V = rows.x.shape, weight.shape[0]
@@ -192,17 +193,29 @@ def launch_logits(
     tiles, pieces = cdiv(M, tile.rows) * cdiv(V, tile.columns), 8 if transform.softcap else 2
     # Where rows are listed there are mostly none, and starting a program for each tile would take longer than to end.
     programs = tiles if place is None else min(tiles, num_programs(rows.x.device, 4))
+    first_left_out = None if left_out is None else _first_of_tiles(left_out, V, tile.columns)
     wrap_triton(logits_kernel)[(programs,)](
         descriptor(rows.x, [tile.rows, tile.depth]) if described else rows.x,
         descriptor(weight, [tile.columns, tile.depth]) if described else weight,
         descriptor(p, [tile.rows, tile.columns // pieces]) if p is not None and p_described else p,
-        bias, class_weight, rows.numbers, rows.own, rows.end, place, parts,
-        rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(), 0 if p is None else p.stride(0),
+        bias, class_weight, rows.numbers, rows.own, rows.end, place, parts, left_out, first_left_out,
+        0 if left_out is None else left_out.shape[1], rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(),
+        0 if p is None else p.stride(0),
         transform.inner, transform.outer, transform.softcap or None,
         GRADIENTS=gradients, MOMENTS=moments, ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
         DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET, PROGRAMS=programs, PIECES=pieces,
         **tile.arguments(),
     )  # fmt: skip
+
+
+def _first_of_tiles(columns: Tensor, V: int, width: int) -> Tensor:
+    """Return where the columns `[M, K]`, in their order, of each tile begin, and where the last one ends.
+
+    `[tiles + 1, M]`, int32.
+    """
+    tiles = cdiv(V, width)
+    ends = torch.arange(tiles + 1, dtype=torch.int32, device=columns.device) * width
+    return torch.searchsorted(columns, ends.repeat(columns.shape[0], 1), out_int32=True).t().contiguous()
 
 
 def part_sums(rows: Rows, V: int) -> Tensor:

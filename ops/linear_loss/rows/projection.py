@@ -18,7 +18,7 @@ from torch import Tensor
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
 from llmk.ops.linear_loss.rows import products
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, Rows, Weights
-from llmk.ops.linear_loss.rows.softmax import RowGradients, Statistics
+from llmk.ops.linear_loss.rows.softmax import RowGradients, Statistics, relative_to, with_classes
 from llmk.registry import cdiv
 
 ALIGNED = 16
@@ -37,6 +37,8 @@ class Chunk:
     y_own: Tensor  # float32 [M], its transformed logit, of all ranks; -inf for no class
     reference: Tensor  # float32 [M], the same for kernels: +inf where a row does not count, NaN where that is +inf
     slope_own: Tensor | None  # float32 [M], dy / dz of it; None where that is the same for all
+    left_out: Tensor | None = None  # int32 [M, K], columns that are left out of the sums besides, in their order
+    y_left_out: Tensor | None = None  # float32 [M, K], the logits of other classes than the own that are, of all ranks
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Classes:
     y: Tensor  # float32 [M, K], transformed logits, NaN of a class that is none
     slopes: Tensor | None  # float32 [M, K], dy / dz
     best: Tensor | None  # int64 [M, 1], which of them is the row's own; None where there is one
+    distinct: Tensor | None = None  # bool [M, K], each class that counts once; None without a tail
 
     def own(self, values: Tensor) -> Tensor:
         """Return the values `[M]` of the rows' own classes, of those of all `[M, K]`."""
@@ -165,7 +168,7 @@ class KernelProjection:
         rows = Rows(self.x[chunk.rows], chunk.reference.unsqueeze(0), chunk.own, chunk.count)
         parts = products.part_sums(rows, self.V)
         if self.V > 0:
-            products.launch_logits(rows, self.weights, p, parts, moments=moments)
+            products.launch_logits(rows, self.weights, p, parts, moments=moments, left_out=chunk.left_out)
         weighted = self.weights.class_weight is not None
         sums = products.combined(parts, rows.end, moments=moments, weighted=weighted)
         own_weight = self.weights.of_classes(chunk.own)
@@ -173,20 +176,25 @@ class KernelProjection:
             sums[3] += (own_weight * chunk.y_own).masked_fill(chunk.own < 0, 0.0)
         if self.shard is not None:
             sums = self._over_ranks(self.shard, sums)
-        stats, results, flags = products.row_statistics(sums, chunk.y_own, chunk.mask)
+        tail, m, moment, weighted = sums
+        if chunk.y_left_out is not None:
+            total, moment, largest = with_classes(tail, moment, m, chunk.y_left_out)
+            sums = torch.stack((total, largest, moment, weighted))
+        values, results, flags = products.row_statistics(sums, chunk.y_own, chunk.mask)
+        stats = Statistics(values)
+        if chunk.y_left_out is not None:
+            stats = stats.with_tail((tail.log() + (m - stats.reference)).masked_fill(~chunk.mask, 0.0))
         if p is not None and self.V > 0:
-            self._make_far_rows(rows, stats[:1], flags[1], p)
-        return RowsOfLogits(Statistics(stats), results[3], flags[0].view(torch.bool), results)
+            self._make_far_rows(rows, values[:1], flags[1], p)
+        return RowsOfLogits(stats, results[3], flags[0].view(torch.bool), results)
 
     def _over_ranks(self, shard: VocabShard, sums: Tensor) -> Tensor:
         """Return the sums `[4, M]` of all ranks from those of each, which are relative to its own largest logit."""
         by_rank = shard.gather(sums).view(shard.ranks, *sums.shape)
         total, m, moment, weighted = by_rank.unbind(1)
         largest = m.amax(0)
-        shift = (m - largest).masked_fill(total == 0, 0.0)
-        fade = shift.exp()
-        moment = moment + shift.masked_fill(fade == 0, 0.0) * total  # 0 times infinity would be NaN
-        return torch.stack(((fade * total).sum(0), largest, (fade * moment).sum(0), weighted.sum(0)))
+        total, moment = relative_to(total, moment, m, largest)
+        return torch.stack((total.sum(0), largest, moment.sum(0), weighted.sum(0)))
 
     def _make_far_rows(self, rows: Rows, reference: Tensor, far: Tensor, p: Tensor) -> None:
         """Make the exponentials again of rows whose own class is far below the largest, relative to that."""
@@ -214,7 +222,7 @@ class KernelProjection:
         weights = self.weights if u is not None else self.weights._replace(class_weight=None)
         rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
         if self.V > 0:
-            products.launch_logits(rows, weights, p, gradients=True)
+            products.launch_logits(rows, weights, p, gradients=True, left_out=chunk.left_out)
 
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
         """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
@@ -271,6 +279,10 @@ class MatrixProjection:
         if self.V > 0:
             has_own, own = (chunk.own >= 0).unsqueeze(-1), chunk.own.clamp(min=0).long().unsqueeze(-1)
             y.scatter_(1, own, torch.where(has_own, float("-inf"), y.gather(1, own)))
+        if chunk.left_out is not None:
+            columns = torch.where(chunk.left_out < 0, self.V, chunk.left_out).long()
+            is_out = torch.zeros((y.shape[0], self.V + 1), dtype=torch.bool, device=y.device)
+            y = y.masked_fill(is_out.scatter_(1, columns, True)[:, : self.V], float("-inf"))
         return all_y, y, slope
 
     def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
@@ -278,19 +290,30 @@ class MatrixProjection:
         m = y.amax(-1) if self.V > 0 else torch.full_like(chunk.y_own, float("-inf"))
         m = largest_over_ranks(self.shard, m)
         reference = torch.maximum(m, chunk.y_own)
+        base = reference  # what exponentials are relative to; those of a tail to its own largest logit
+        if chunk.left_out is not None:
+            base = m.masked_fill(m == float("-inf"), 0.0)
         weighted = nothing = torch.zeros_like(reference)
         if self.weights.class_weight is not None:
             weighted = (all_y * self.weights.class_weight.float()).sum(-1)
-        distance = y.sub_(reference.unsqueeze(-1)).masked_fill_(~chunk.mask.unsqueeze(-1), float("-inf"))
+        distance = y.sub_(base.unsqueeze(-1)).masked_fill_(~chunk.mask.unsqueeze(-1), float("-inf"))
         e = distance.exp()
         moment = torch.where(e > 0, e * distance, 0.0).sum(-1) if moments else nothing
         rest, moment, weighted = over_ranks(self.shard, torch.stack((_row_sums(e), moment, weighted))).unbind()
+        log_tail = None
+        if chunk.y_left_out is not None:
+            tail, tail_m = rest, m
+            rest, moment, m = with_classes(rest, moment, m, chunk.y_left_out)
+            reference = torch.maximum(m, chunk.y_own)
+            rest, moment = relative_to(rest, moment, m, reference)
+            log_tail = (tail.log() + (tail_m - reference)).masked_fill(~chunk.mask, 0.0)
         if p is not None:
             p.copy_(e if slope is None else e * slope)
         distance = chunk.y_own - reference
         own = distance.exp()
         moment = moment + torch.where(own > 0, own * distance, 0.0)
         stats = Statistics.of(reference, rest, own, moment).masked(chunk.mask)
+        stats = stats if log_tail is None else stats.with_tail(log_tail)
         return RowsOfLogits(stats, weighted, chunk.mask & (m <= chunk.y_own), None)
 
     def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:

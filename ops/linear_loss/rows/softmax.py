@@ -14,6 +14,10 @@ Given the gradients g_k of log p_k, h of the entropy, f of the logsumexp and u o
 
 and an entry more for each class k: g_k. Where h and u are none and there is one class, dy_v is A E_v, and that of the
 own class g rest / T + f own / T: the exponentials of the forward pass serve as they are, with A as the row's factor.
+
+The tail is all classes but those that are asked for, together. Its logit is the logsumexp of theirs, not what a sum
+leaves, so that it loses nothing where its probability is small: `log_tail` is it without the reference. Given the
+gradient r of its log-probability, others have r exp(y_v - reference - log_tail) more, and each class loses r p_v.
 """
 
 from dataclasses import dataclass
@@ -23,12 +27,12 @@ import torch
 from torch import Tensor
 
 STATISTICS = 5
-"""The number of float32 values that are saved for a row."""
+"""The number of float32 values that are saved for a row, without that of the tail."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a row's logits say of its softmax, float32 `[5, M]`; the sums of all ranks together."""
+    """What a row's logits say of its softmax, float32 `[5, M]`, or 6 with a tail; the sums of all ranks together."""
 
     values: Tensor
 
@@ -59,6 +63,14 @@ class Statistics:
         return self.values[4]
 
     @property
+    def log_tail(self) -> Tensor | None:
+        """The logsumexp of the logits of the tail, relative to the reference; None where it is not asked for."""
+        return self.values[STATISTICS] if self.values.shape[0] > STATISTICS else None
+
+    def with_tail(self, log_tail: Tensor) -> "Statistics":
+        return Statistics(torch.cat((self.values, log_tail.unsqueeze(0))))
+
+    @property
     def total(self) -> Tensor:
         return self.own + self.rest
 
@@ -72,7 +84,7 @@ class Statistics:
     def masked(self, mask: Tensor) -> "Statistics":
         """Return the same, and of rows that do not count those of a row with one class."""
         values = self.values.masked_fill(~mask, 0.0)
-        values[2::2].masked_fill_(~mask, 1.0)  # own and scale
+        values[2:STATISTICS:2].masked_fill_(~mask, 1.0)  # own and scale
         return Statistics(values)
 
 
@@ -83,6 +95,7 @@ class RowResults(NamedTuple):
     entropy: Tensor  # [M]
     logsumexp: Tensor  # [M]
     weighted: Tensor  # [M], the sum of the logits times the class weights; 0 where it is not asked for
+    tail: Tensor | None = None  # [M], the log-probability of all other classes together; None if not asked for
 
 
 class RowGradients(NamedTuple):
@@ -92,6 +105,7 @@ class RowGradients(NamedTuple):
     entropy: Tensor | None = None
     logsumexp: Tensor | None = None
     weighted: Tensor | None = None
+    tail: Tensor | None = None
 
     def of(self, rows: slice) -> "RowGradients":
         """Return those of some rows."""
@@ -106,33 +120,72 @@ class RowGradients(NamedTuple):
     @property
     def is_scaled_exponentials(self) -> bool:
         """True if the exponentials, times a factor for each row, are the gradient at all classes but its own."""
-        return self.entropy is None and self.weighted is None
+        return self.entropy is None and self.weighted is None and self.tail is None
 
 
-def row_results(stats: Statistics, y: Tensor, weighted: Tensor, classes_count: Tensor) -> RowResults:
-    """Return the results of rows from their statistics and the transformed logits `[M, K]` of their classes."""
-    log_total, counts = stats.log_total, classes_count.any(-1)
+def row_results(
+    stats: Statistics, y: Tensor, weighted: Tensor, classes_count: Tensor, distinct: Tensor | None = None
+) -> RowResults:  # fmt: skip
+    """Return the results of rows from their statistics and the transformed logits `[M, K]` of their classes.
+
+    With a tail `distinct` has each class once.
+    """
+    log_total, counts, tail = stats.log_total, classes_count.any(-1), None
     logprobs = (y - stats.reference.unsqueeze(-1)) - log_total.unsqueeze(-1)
+    if stats.log_tail is not None and distinct is not None:
+        p = logprobs.exp().masked_fill(~distinct, 0.0).sum(-1)
+        # Neither a difference of numbers near each other.
+        tail = torch.where(p < 0.5, (-p).log1p(), stats.log_tail - log_total).masked_fill(~counts, 0.0)
     return RowResults(
         logprobs.masked_fill(~classes_count, 0.0),
         (log_total - stats.moment / stats.total).masked_fill(~counts, 0.0),
         (stats.reference + log_total).masked_fill(~counts, 0.0),
         weighted.masked_fill(~counts, 0.0),
+        tail,
     )
 
 
-class Coefficients(NamedTuple):
-    """A row's gradient: P's entries, what its rows are multiplied by, and those of its classes."""
+def relative_to(total: Tensor, moment: Tensor, m: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums of exponentials, and of these times their logarithms, relative to a reference that were so to m."""
+    shift = (m - reference).masked_fill(total == 0, 0.0)
+    fade = shift.exp()
+    return fade * total, fade * (moment + shift.masked_fill(fade == 0, 0.0) * total)  # 0 times infinity would be NaN
 
+
+def with_classes(total: Tensor, moment: Tensor, m: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sums of exponentials with those of some classes more, and their largest logit, which both are relative to.
+
+    Args:
+        total, moment: Sums of exponentials relative to m, and of these times their logarithms, `[M]`.
+        m: The largest logit, `[M]`, -inf of none.
+        y: The logits of the classes, `[M, K]`, -inf for none.
+    """
+    largest = torch.maximum(m, y.amax(-1))
+    distance = y - largest.masked_fill(largest == float("-inf"), 0.0).unsqueeze(-1)
+    e = distance.exp()
+    total, moment = relative_to(total, moment, m, largest)
+    return total + e.sum(-1), moment + torch.where(e > 0, e * distance, 0.0).sum(-1), largest
+
+
+class Coefficients(NamedTuple):
+    """A row's gradient: P's entries, relative to a reference, and those of its classes."""
+
+    reference: Tensor  # [M]
     a: Tensor  # [M]
     b: Tensor  # [M]
     entries: Tensor  # [M, K], dy of the classes
 
 
 def coefficients(
-    stats: Statistics, y: Tensor, grads: RowGradients, ids: Tensor, is_own: Tensor, class_weight: Tensor | None
+    stats: Statistics,
+    y: Tensor,
+    grads: RowGradients,
+    ids: Tensor,
+    is_own: Tensor,
+    class_weight: Tensor | None,
+    distinct: Tensor | None = None,
 ) -> Coefficients:
-    """Return A, B and the gradients dy of the classes `[M, K]`.
+    """Return A, B, what their exponentials are relative to, and the gradients dy of the classes `[M, K]`.
 
     Args:
         stats: The rows' statistics.
@@ -141,12 +194,13 @@ def coefficients(
         ids: The classes `[M, K]`.
         is_own: `[M, K]`, True for the row's own class.
         class_weight: The weights of the classes in `weighted`, `[M, K]`.
+        distinct: With a tail a mask that has each class once, `[M, K]`.
     """
     total, zero = stats.total, torch.zeros_like(stats.rest)
     g = torch.zeros_like(y) if grads.logprobs is None else grads.logprobs
-    f, h = (zero if each is None else each for each in (grads.logsumexp, grads.entropy))
+    f, h, tail = (zero if each is None else each for each in (grads.logsumexp, grads.entropy, grads.tail))
     mean = stats.moment / total
-    a, b = (f - g.sum(-1) + h * mean) / total, -h / total
+    reference, a, b = stats.reference, (f - g.sum(-1) + h * mean) / total, -h / total
     # A class that is there twice gets both gradients.
     alike = ((ids.unsqueeze(-1) == ids.unsqueeze(-2)) * g.unsqueeze(-2)).sum(-1) if ids.shape[1] > 1 else g
     distance = y - stats.reference.unsqueeze(-1)
@@ -154,11 +208,16 @@ def coefficients(
     p = e / total.unsqueeze(-1)
     # 1 - p of the own class without a difference.
     others = torch.where(is_own, (stats.rest / total).unsqueeze(-1), 1 - p)
-    different = g.sum(-1, keepdim=True) - alike
+    different = (g.sum(-1) + tail).unsqueeze(-1) - alike
     entries = alike * others - p * different + p * f.unsqueeze(-1)
     if grads.entropy is not None:
         moved = torch.where(p > 0, p * (distance - mean.unsqueeze(-1)), 0.0)
         entries = entries - h.unsqueeze(-1) * moved
     if grads.weighted is not None and class_weight is not None:
         entries = entries + grads.weighted.unsqueeze(-1) * class_weight
-    return Coefficients(a, b, entries)
+    if stats.log_tail is not None and distinct is not None:
+        moved = stats.log_tail.masked_fill(stats.log_tail == float("-inf"), 0.0)
+        fade = moved.exp()
+        of_tail = tail * p.masked_fill(~distinct, 0.0).sum(-1)  # less what the tail's own probability takes
+        reference, a, b = reference + moved, fade * (a + b * moved) + of_tail, fade * b
+    return Coefficients(reference, a, b, entries)
