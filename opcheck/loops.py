@@ -11,6 +11,7 @@ rounded otherwise each turn can keep such a loop going forever.
 """
 
 import ast
+import functools
 import inspect
 import operator
 import textwrap
@@ -158,9 +159,15 @@ def is_kernel(value: Any) -> bool:
 
 
 def _named_in(value: Any) -> Iterator[Any]:
-    """Yield what a function, a kernel, an operator's body or a table of these refers to."""
+    """Yield what a function, a kernel, an operator's body, a class or a table of these refers to."""
     if isinstance(value, dict | list | tuple):
         yield from value.values() if isinstance(value, dict) else value
+        return
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+        return
+    if inspect.isclass(value):
+        yield from filter(inspect.isfunction, map(_function_of, vars(value).values()))
         return
     function = inspect.unwrap(value) if callable(value) else value
     inner = getattr(function, "fn", None)  # of kernels, of those wrapped in configurations, of kernel operators
@@ -177,6 +184,11 @@ def _named_in(value: Any) -> Iterator[Any]:
             yield from (vars(named)[other] for other in names if _belongs(vars(named).get(other)))
         elif _belongs(named):
             yield named
+
+
+def _function_of(member: Any) -> Any:
+    """Return the function of a class's property or class method; anything else as it is."""
+    return member.fget if isinstance(member, property) else getattr(member, "__func__", member)
 
 
 def _contents(cell: Any) -> Iterator[Any]:

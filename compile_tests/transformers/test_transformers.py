@@ -1,5 +1,6 @@
 """`llmk.transformers`: what `patch` promises beside equal losses, on a small Llama."""
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,12 @@ def test_ignored_labels_and_labels_shifted_before():
     assert_same_training(model, original, input_ids=ids, labels=ids.masked_fill(ids % 3 == 0, -1), ignore_index=-1)
 
 
-def test_ignored_labels_are_skipped_where_that_is_asked_for():
+@pytest.mark.parametrize("skip_ignored", [True, False])
+def test_ignored_labels_are_skipped_unless_that_is_declined(skip_ignored: bool):
     original = small_model("Llama", use_cache=False)
     model = copy.deepcopy(original)
-    report = llmk.transformers.patch(model, skip_ignored=True)
-    assert "fused_linear_ce, skip_ignored" in str(report)
+    report = llmk.transformers.patch(model, skip_ignored=skip_ignored)
+    assert ("fused_linear_ce, skip_ignored=False" in str(report)) != skip_ignored
     ids = tokens(2, 7)
     assert_same_training(model, original, input_ids=ids, labels=ids.masked_fill(ids % 3 == 0, -100))
 
@@ -120,11 +122,12 @@ def test_adapters_around_projections():
             layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj, rank=2)
         m.lm_head = Adapter(m.lm_head, rank=0)
     ids = tokens(2, 7)
-    for rank in (0, 2):
+    once = pytest.warns(UserWarning, match=r"the loss comes from logits, .* now of \S*test_transformers\.Adapter")
+    for rank, warning in ((0, once), (2, contextlib.nullcontext())):
         for m in (model, original):
             torch.manual_seed(0)
             m.lm_head = Adapter(getattr(m.lm_head, "base", m.lm_head), rank)
-        with pytest.warns(UserWarning, match=r"the loss comes from logits, .* now of \S*test_transformers\.Adapter"):
+        with warning:
             output = assert_same_training(model, original, input_ids=ids, labels=ids)
         assert output.logits is not None
 
