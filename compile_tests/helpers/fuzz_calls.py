@@ -75,23 +75,30 @@ def way_of(program: Program, way: Way) -> Way:
     """Return the way with what comes around the compiled function, and what comes before its call."""
     if program.called == "from a cache":
         way = _after_other_literals(program)
-    return lambda fn: _after_other_numbers(around(program, way(fn)))
+    return lambda fn: _after_other_numbers(around(program, way(fn)), around(program, fn))
 
 
-def _after_other_numbers(fn: Fn) -> Fn:
-    """Return a function that calls another one with other numbers first."""
+def _after_other_numbers(fn: Fn, eager: Fn) -> Fn:
+    """Return a function that calls another one with other numbers first, where eager mode takes these."""
 
     def run(*args: Any) -> Any:
+        state = torch.get_rng_state()
         for more in (0.25, 0.5) if any(isinstance(x, float) for x in args) else ():
-            fn(
-                *(
-                    x + more if isinstance(x, float) else x.detach().clone().requires_grad_(x.requires_grad)
-                    for x in args
-                )
-            )
+            others = [x + more if isinstance(x, float) else x for x in args]
+            if _runs(eager, others):
+                fn(*_copies(others))
+            torch.set_rng_state(state)
         return fn(*args)
 
     return run
+
+
+def _runs(fn: Fn, args: Sequence[Any]) -> bool:
+    try:
+        fn(*_copies(args))
+    except Exception:
+        return False
+    return True
 
 
 def _copies(args: Sequence[Any]) -> list[Any]:
@@ -126,6 +133,6 @@ def _other_literals(program: Program) -> Iterator[Line]:
 
 def _trained(results: Any) -> None:
     """Run the backward pass, as AOTAutograd stores an entry once that is compiled."""
-    wanting = [x.sum() for x in results if isinstance(x, Tensor) and x.requires_grad]
+    wanting = [x.abs().sum() for x in results if isinstance(x, Tensor) and x.requires_grad]
     if wanting:
         torch.autograd.backward(wanting)
