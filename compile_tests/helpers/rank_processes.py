@@ -77,7 +77,7 @@ def _check(rank: int, checks: Checks, world: int, folder: Path, device_type: str
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     errors: dict[str, str] = {}
     for name, check in checks(rank, world).items():
-        faulthandler.dump_traceback_later(60)  # what a rank waits for, before the others give it up
+        faulthandler.dump_traceback_later(110)  # what a rank waits for, before the others give it up after 120 seconds
         torch.manual_seed(0)
         try:
             check()
