@@ -91,9 +91,8 @@ def fused_linear_distill_reference(
     log_softmax = (z / temperature).log_softmax(-1)
     for ids, logprobs in zip(teacher_ids, teacher_logprobs, strict=True):
         ids, present = ids.long(), (ids >= 0) & (logprobs > float("-inf")) & counts.unsqueeze(-1)
-        is_present = ((ids.unsqueeze(-1) == torch.arange(z.shape[-1], device=ids.device)) & present.unsqueeze(-1)).any(
-            -2
-        )
+        classes = torch.arange(z.shape[-1], device=ids.device, dtype=torch.int64)
+        is_present = ((ids.unsqueeze(-1) == classes) & present.unsqueeze(-1)).any(-2)
         others = log_softmax.masked_fill(is_present, float("-inf")).logsumexp(-1, keepdim=True)
         logprobs = logprobs.to(z.dtype)
         left = 1 - torch.where(present, logprobs, float("-inf")).exp().sum(-1, keepdim=True)

@@ -135,7 +135,8 @@ def tail_samples(make: Make) -> Iterator[Sample]:
     )
     sure = torch.arange(80, device=make.device, dtype=torch.int64) < 6
     kwargs = {"add_tail": True, "linear_bias": 30.0 * sure.to(make.dtype)}
-    target = torch.tensor([[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [7, 7, 0, 1, 2, -100]], device=make.device)
+    rows = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [7, 7, 0, 1, 2, -100]]
+    target = torch.tensor(rows, device=make.device, dtype=torch.int64)
     yield Sample(
         (randn(3, 12), randn(80, 12), target), kwargs, why="a tail of probability 1e-11, one with repeated ids"
     )
