@@ -104,6 +104,8 @@ def test_compiled_for_any_number_of_tokens() -> None:
 def test_modules() -> None:
     x, w = student()
     torch.testing.assert_close(LinearLogProbs(0.5)(x, w, T), linear_logprobs(x, w, T, temperature=0.5))
+    tail = linear_logprobs(x, w, T, add_tail=True)
+    torch.testing.assert_close(LinearLogProbs(add_tail=True)(x, w, T), tail)
     row_weight = torch.rand(5)
     loss = LinearCrossEntropyLoss(skip_ignored=True)(x, w, T, row_weight=row_weight)
     torch.testing.assert_close(loss, fused_linear_ce(x, w, T, row_weight=row_weight, skip_ignored=True))

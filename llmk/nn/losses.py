@@ -14,7 +14,7 @@ from llmk.ops.linear_loss.head import check_chunk_size, check_temperature
 from llmk.ops.loss.cross_entropy_options import check_loss_numbers
 from llmk.ops.loss.giou_loss import check_giou_options
 from llmk.ops.loss.kl_div import REDUCTIONS
-from llmk.registry import OPS, check_finite, check_number, check_option, check_switch
+from llmk.registry import OPS, check_finite, check_flag, check_number, check_option, check_switch
 from llmk.registry.private.operators import schema_of
 
 
@@ -155,15 +155,17 @@ class LinearLogProbs(_OperatorLoss, operator="linear_logprobs"):
         skip_ignored: bool = True,
         chunk_size: int = 0,
         logits_dtype: torch.dtype | None = None,
+        add_tail: bool = False,
     ) -> None:
         super().__init__()
         check_temperature(temperature)
         check_finite("logit_scale", logit_scale)
         check_switch("softcap", softcap)
         check_chunk_size(chunk_size)
+        check_flag("add_tail", add_tail)
         self.temperature, self.logit_scale, self.softcap = temperature, logit_scale, softcap
         self.ignore_index, self.skip_ignored, self.chunk_size = ignore_index, skip_ignored, chunk_size
-        self.logits_dtype = logits_dtype
+        self.logits_dtype, self.add_tail = logits_dtype, add_tail
 
     def forward(
         self,
