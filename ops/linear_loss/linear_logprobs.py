@@ -66,9 +66,10 @@ def linear_logprobs_reference(
     zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
     logprobs = torch.where(counts, logprobs, zero)
     if add_tail:
-        classes = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int64)
-        is_candidate = ((candidates.unsqueeze(-1) == classes) & counts.unsqueeze(-1)).any(-2)
-        tail = log_softmax.masked_fill(is_candidate, float("-inf")).logsumexp(-1)
+        # A column more takes what ignored candidates would leave out.
+        V = logits.shape[-1]
+        others = torch.nn.functional.pad(log_softmax, (0, 1), value=float("-inf"))
+        tail = others.scatter(-1, torch.where(counts, candidates, V), float("-inf")).logsumexp(-1)
         logprobs = torch.cat((logprobs, torch.where(counts.any(-1), tail, zero).unsqueeze(-1)), -1)
     else:
         logprobs = logprobs.view(target.shape)
