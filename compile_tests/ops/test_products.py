@@ -14,8 +14,9 @@ from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.rows import products
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
 from llmk.ops.linear_loss.rows.plan import Plan
-from llmk.ops.linear_loss.rows.products import Rows, Transform, Weights
+from llmk.ops.linear_loss.rows.products import Rows, Weights
 from llmk.ops.linear_loss.rows.projection import Chunk, Gradients, MatrixProjection, RowMatrix
+from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
 

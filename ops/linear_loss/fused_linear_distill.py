@@ -35,15 +35,17 @@ from torch import Tensor
 from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference
 from llmk.ops.linear_loss.drivers.distillation import (
-    MOST_CLASSES,
-    TEACHER,
-    DistillationCall,
     DistillationOps,
-    Teacher,
-    TopkTeachers,
     check_call,
     check_teacher_fits,
     checked_teacher,
+)
+from llmk.ops.linear_loss.drivers.distillation_call import (
+    MOST_CLASSES,
+    TEACHER,
+    DistillationCall,
+    Teacher,
+    TopkTeachers,
 )
 from llmk.ops.linear_loss.objectives.topk_divergence import NOT_THERE, topk_divergence
 from llmk.ops.loss.jsd import jsd_terms

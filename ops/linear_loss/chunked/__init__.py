@@ -9,9 +9,9 @@ from llmk.ops.linear_loss.chunked._call import (
     recomputing_op,
     with_shard,
 )
+from llmk.ops.linear_loss.chunked._compacted import CompactedTokens, ordered
 from llmk.ops.linear_loss.chunked._linear import (
     ChunkedLinear,
-    CompactedTokens,
     LinearGradients,
     float16_scale,
     largest,
@@ -34,6 +34,7 @@ __all__ = [
     "float16_scale",
     "largest",
     "local_fields",
+    "ordered",
     "plan",
     "product_flops",
     "recomputing_op",

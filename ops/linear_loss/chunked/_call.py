@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import SavedGradients, save_gradients
-from llmk.ops.linear_loss.chunked._dynamic_rows import RowCounts, can_group_classes, can_group_rows
-from llmk.ops.linear_loss.chunked._linear import CompactedTokens
+from llmk.ops.linear_loss.chunked._compacted import CompactedTokens, RowCounts
+from llmk.ops.linear_loss.chunked._dynamic_rows import can_group_classes, can_group_rows
 from llmk.ops.linear_loss.chunked._plan import Plan, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice
 from llmk.ops.linear_loss.head import DIFFERENTIABLE, Head
@@ -87,8 +87,8 @@ class LinearCall(FromArguments):
             return [compacted.gather(each) for each in value]
 
         rows: dict[str, Any] = {name: gathered(getattr(self, name)) for name in self.token_tensors}
-        past = compacted.past_count(self.tokens.numel())
-        if past is not None and self.clears_rows:
+        if compacted.count is not None and self.clears_rows:
+            past = compacted.count.past(self.tokens.numel())
             rows["input"] = rows["input"].masked_fill(past.unsqueeze(-1), 0.0)
         return compacted, replace(self, **rows)
 

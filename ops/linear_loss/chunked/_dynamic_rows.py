@@ -5,8 +5,6 @@ past it are left unwritten, and operands past it are not read. It has no float32
 float32 logits is a kernel of ours.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -19,24 +17,6 @@ from llmk.registry.devices import INTERPRET, has_device_offsets
 
 ROW_BYTES = 16
 """The alignment of the operands' rows and row strides."""
-
-
-@dataclass(frozen=True)
-class RowCounts:
-    """How many rows count, the first ones of every `segment` rows; only the device knows it."""
-
-    counts: Tensor  # int32 [segments]
-    segment: int
-
-    def end(self, rows: slice) -> Tensor:
-        """Return the number of some rows of one segment that count, int32 `[1]`."""
-        i, first = divmod(rows.start, self.segment)
-        return (self.counts[i : i + 1] - first).clamp_(0, rows.stop - rows.start)
-
-    def past(self, rows: int) -> Tensor:
-        """Return the mask of the first `rows` rows that do not count."""
-        places = torch.arange(self.segment, dtype=torch.int32, device=self.counts.device)
-        return (places >= self.counts.unsqueeze(-1)).view(-1)[:rows]
 
 
 def can_group_rows(x: Tensor) -> bool:

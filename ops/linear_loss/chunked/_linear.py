@@ -11,16 +11,14 @@ scaled here by the power of two that takes the largest number it can have to the
 its products are divided by that again. No number leaves the range: the largest is bounded by a formula, or measured.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmk.ops.linear_loss.chunked._compacted import CompactedTokens, RowCounts
 from llmk.ops.linear_loss.chunked._dynamic_rows import (
-    RowCounts,
     add_where_any,
     float32_outputs,
     input_gradient,
@@ -70,72 +68,6 @@ def aligned(V: Any) -> Any:
     """Return the elements from one row of V logits to the next, a multiple of ALIGNED; V may be 0, or symbolic."""
     columns: Any = torch.sym_max(V, 1)
     return cdiv(columns, ALIGNED) * ALIGNED
-
-
-@dataclass(frozen=True)
-class CompactedTokens:
-    """The tokens that a loss is computed for, out of N tokens `[...]`: all of them, or those that count in their order.
-
-    Where the host knows their number n only they are gathered, and `count` is None. On a GPU, where the host would have
-    to wait for it, the others follow them: n is N, and `count` has the number that count. There the tokens may be
-    compacted within each segment of so many, which keeps a group in the rows of its segment.
-    """
-
-    shape: tuple[int, ...]
-    index: Tensor | None = None  # [n], None for all tokens
-    count: RowCounts | None = None
-
-    @classmethod
-    def of(cls, mask: Tensor, *, on_host: bool, segment: int | None = None) -> "CompactedTokens":
-        """Compact tokens `[...]` by the mask of those that count; a segment of None is all of them."""
-        shape, mask = tuple(mask.shape), mask.reshape(-1)
-        if on_host:
-            return cls(shape, mask.nonzero().squeeze(-1))
-        N = mask.shape[0]
-        most = max(N, 1)  # no tokens are one segment of none that counts
-        segment = most if segment is None else min(segment, most)
-        starts = torch.arange(0, most, segment, dtype=torch.int64, device=mask.device)
-        # What fills the last segment comes last in it, and is cut off.
-        mask = torch.nn.functional.pad(mask, (0, len(starts) * segment - N)).view(-1, segment)
-        order = mask.logical_not().to(torch.uint8).argsort(stable=True) + starts.unsqueeze(-1)
-        return cls(shape, order.view(-1)[:N], RowCounts(mask.sum(-1, dtype=torch.int32), segment))
-
-    def part(self, rows: slice) -> "CompactedTokens":
-        """Return the tokens of one segment's rows by themselves, `[rows]`."""
-        shape = (rows.stop - rows.start,)
-        if self.index is None:
-            return CompactedTokens(shape)
-        assert self.count is not None
-        return CompactedTokens(shape, self.index[rows] - rows.start, RowCounts(self.count.end(rows), *shape))
-
-    def past_count(self, rows: int) -> Tensor | None:
-        """Return the mask of the first `rows` rows that do not count, None if the host knows that all do."""
-        return None if self.count is None else self.count.past(rows)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Gather the rows of `[..., *rest]` of these tokens: `[n, *rest]`."""
-        rows = x.reshape(math.prod(self.shape), *x.shape[len(self.shape) :])
-        return rows if self.index is None else rows[self.index]
-
-    def scatter(self, rows: Tensor) -> Tensor:
-        """Scatter `[n, *rest]` to the tokens' positions in `[..., *rest]`, zero elsewhere."""
-        shape = (*self.shape, *rows.shape[1:])
-        if self.index is None:
-            return rows.view(shape)
-        if self.count is not None:
-            past = self.count.past(rows.shape[0])
-            rows = rows.masked_fill(past.view(-1, *[1] * (rows.dim() - 1)), 0.0)
-        out = torch.zeros((math.prod(self.shape), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-        out[self.index] = rows
-        return out.view(shape)
-
-    def gather_statistics(self, stats: Tensor) -> Tensor:
-        """Gather the columns of `[S, ...]` of these tokens: `[S, n]`."""
-        return self.gather(stats.movedim(0, -1)).t().contiguous()
-
-    def scatter_statistics(self, stats: Tensor) -> Tensor:
-        """Scatter `[S, n]` to the tokens' positions in `[S, ...]`, zero elsewhere."""
-        return self.scatter(stats.t()).movedim(-1, 0).contiguous()
 
 
 def aligned_parts(V: int) -> list[slice]:

@@ -11,8 +11,9 @@ from llmk.ops.linear_loss.chunked import CompactedTokens, LinearCall
 from llmk.ops.linear_loss.kernels import Implementation
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
 from llmk.ops.linear_loss.rows.plan import Plan, kept_rows, plan
-from llmk.ops.linear_loss.rows.products import Transform, Weights
+from llmk.ops.linear_loss.rows.products import Weights
 from llmk.ops.linear_loss.rows.projection import ALIGNED, Gradients
+from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import cdiv
 from llmk.registry.devices import kernels_on_cpu
 

@@ -24,10 +24,10 @@ from llmk.ops.linear_loss.chunked import (
 from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gradients_of
 from llmk.ops.linear_loss.head import DIFFERENTIABLE, check_linear
 from llmk.ops.linear_loss.kernels import Implementation
-from llmk.ops.linear_loss.rows.engine import first_pass, in_forward, second_pass
-from llmk.ops.linear_loss.rows.products import Transform
+from llmk.ops.linear_loss.rows.engine import RowParts, first_pass, in_forward, second_pass
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults
-from llmk.ops.loss.cross_entropy_options import check_loss_options, counted
+from llmk.ops.linear_loss.rows.transform import Transform
+from llmk.ops.loss.cross_entropy_options import check_loss_options
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -58,7 +58,7 @@ class CrossEntropyCall(RowsCall):
         return "input", "target", "row_weight"
 
     def mask(self) -> Tensor:
-        return counted(self.target, self.ignore_index)[0]
+        return self.target.long() != self.ignore_index  # int32 would wrap an index that it does not hold
 
     @property
     def transform(self) -> Transform:
@@ -93,41 +93,35 @@ class CrossEntropy:
 
     def __init__(self, call: CrossEntropyCall, loss_grads: Tensor | None) -> None:
         self.call, self.loss_grads = call, loss_grads
-        mask, index = counted(call.target.reshape(-1), call.ignore_index)
-        self.mask, self.weights = mask, mask.float()
+        target = call.target.reshape(-1).long()  # int32 would wrap an ignore_index that it does not hold
+        self.mask = target != call.ignore_index
+        self.weights = self.mask.float()
         if call.weight is not None:
-            valid = mask & (index >= 0) & (index < call.num_classes)
-            self.weights = torch.where(valid, call.weight[torch.where(valid, index, 0)].float(), 0.0)
-            total = call.weight.sum(dtype=torch.float32)
-        else:
-            total = torch.full((), float(call.num_classes), dtype=torch.float32, device=mask.device)
-        self.all_weights = total
+            valid = self.mask & (target >= 0) & (target < call.num_classes)
+            self.weights = torch.where(valid, call.weight[torch.where(valid, target, 0)].float(), 0.0)
 
-    def losses(self, rows: slice, results: RowResults) -> Tensor:
-        """Return the loss of each of some rows, `[M]`."""
-        smoothing, z_loss, lse = self.call.label_smoothing, self.call.z_loss, results.logsumexp
-        loss = -self.weights[rows] * results.logprobs.squeeze(-1)
+    def losses(self, rows: slice, results: RowResults | RowParts) -> Tensor:
+        """Return the loss of each of some rows, `[M]`: 0 of a row that does not count, whose results are."""
+        smoothing, z_loss = self.call.label_smoothing, self.call.z_loss
+        loss = 0.0 - self.weights[rows] * results.logprobs.squeeze(-1)  # no -0 of a row that does not count
         if smoothing:
-            smooth = self.all_weights * lse - results.weighted
+            smooth = self._all_weights() * results.logsumexp - results.weighted
+            smooth = torch.where(self.mask[rows], smooth, 0.0)  # a weight may be infinite
             loss = (1 - smoothing) * loss + smoothing / self.call.num_classes * smooth
         if z_loss:  # no square: it may be infinite, and 0 times that is no number
-            loss = loss + z_loss * lse * lse
-        return torch.where(self.mask[rows], loss, 0.0)
+            loss = loss + z_loss * results.logsumexp * results.logsumexp
+        return loss
+
+    def _all_weights(self) -> Tensor | float:
+        """Return the sum of the weights of all classes."""
+        weight = self.call.weight
+        return float(self.call.num_classes) if weight is None else weight.sum(dtype=torch.float32)
 
     def value(self, rows: slice, results: RowResults) -> Tensor:
-        assert self.loss_grads is not None
-        grads = self.loss_grads[rows] if self.loss_grads.dim() else self.loss_grads
-        return (self.losses(rows, results) * grads).sum()
-
-
-def _loss_gradients(call: CrossEntropyCall, losses: CrossEntropy, weights: Tensor | None, mean: bool) -> Tensor:
-    """Return the gradient of each token's loss or one for all; the denominator of a mean is known before the logits.
-
-    Where weights make the denominator 0 the tokens that count get gradients that are not finite, like the loss. Without
-    weights no token counts then, and all gradients are 0.
-    """
-    grads = torch.ones((), dtype=torch.float32, device=call.target.device) if weights is None else weights
-    return grads / (losses.weights * grads).sum() if mean else grads
+        losses, grads = self.losses(rows, results), self.loss_grads
+        if grads is not None:
+            losses = losses * (grads[rows] if grads.dim() else grads)
+        return losses.sum()
 
 
 def _forward(
@@ -141,24 +135,30 @@ def _forward(
     """
     compacted, call = full_call.compacted(impl)
     check_classes(impl, call.target, call)
-    weights, losses = call.token_weights(), CrossEntropy(call, None)
-    losses.loss_grads = _loss_gradients(call, losses, weights, reduction == "mean")
+    losses, weights = CrossEntropy(call, None), call.token_weights()
+    counts = losses.weights if weights is None else losses.weights * weights
+    total = None if reduction == "none" else counts.sum()
+    # The gradient of each token's loss, or one for all; the denominator of a mean is known before the logits. Where
+    # weights make it 0 the tokens that count get gradients that are not finite, like the loss.
+    losses.loss_grads = weights
+    if reduction == "mean" and total is not None:
+        losses.loss_grads = total.reciprocal() if weights is None else weights / total
     rows, need = call.softmax_rows(impl, compacted, moments=call.with_metrics), (need_dx, need_dw, need_db)
     gradients = gradients_of(rows, need, call.saved_dtypes)
-    stats, results, largest = in_forward(rows, losses, gradients) if any(need) else first_pass(rows)
-    loss, counts = losses.losses(slice(None), results), losses.weights
+    parts = in_forward(rows, losses, gradients) if any(need) else first_pass(rows)
+    loss = losses.losses(slice(None), parts)
     if weights is not None:
-        loss, counts = loss * weights, counts * weights
+        loss = loss * weights
     # Each output has memory of its own, also where it has none.
-    entropy, correct, nothing = (torch.empty((0,), dtype=torch.float32, device=loss.device) for _ in range(3))
+    entropy, correct, stats = (torch.empty((0,), dtype=torch.float32, device=loss.device) for _ in range(3))
     if call.with_metrics:
-        correct = (largest & losses.mask).float()
-        entropy, correct = _metrics(full_call, compacted, results.entropy, correct, reduction)
-    denominator = counts.sum() if reduction == "total" else loss.new_ones(())
+        correct = (parts.is_largest & losses.mask).float()
+        entropy, correct = _metrics(full_call, compacted, parts.entropy, correct, reduction)
+    denominator = total if reduction == "total" and total is not None else loss.new_ones(())
     if reduction == "none":
-        loss, stats = compacted.scatter(loss), compacted.scatter_statistics(stats)
+        loss, stats = compacted.scatter(loss), compacted.scatter_statistics(parts.statistics)
     else:
-        loss, stats = loss.sum() / counts.sum() if reduction == "mean" else loss.sum(), nothing
+        loss = loss.sum() / total if reduction == "mean" and total is not None else loss.sum()
     return loss, entropy, correct, stats, denominator, *gradients.results(full_call.input.shape)
 
 

@@ -29,9 +29,9 @@ from llmk.ops.linear_loss.head import DIFFERENTIABLE
 from llmk.ops.linear_loss.kernels import MOST, MOST_SUPPORT, Candidates, Implementation, LogitTransform
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows, first_pass, in_forward, second_pass
 from llmk.ops.linear_loss.rows.plan import Plan, fits
-from llmk.ops.linear_loss.rows.products import Transform
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, Statistics
 from llmk.ops.linear_loss.rows.support import check_support_ids
+from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -158,12 +158,12 @@ def _forward(impl: Implementation, full_call: CandidatesCall, keep: bool) -> tup
     kept = full_call.kept_buffer(keep and full_call.keeps_exponentials)
     rows = call.rows(impl, compacted)
     exponentials = full_call.kept_matrix(kept)
-    stats, results, _ = first_pass(rows, None if exponentials is None else exponentials[: rows.x.shape[0]])
-    of_rows = results.logprobs
-    if results.tail is not None:
-        of_rows = torch.cat((of_rows, results.tail.unsqueeze(-1)), -1)
+    parts = first_pass(rows, None if exponentials is None else exponentials[: rows.x.shape[0]])
+    of_rows, tail = parts.logprobs, parts.tail
+    if tail is not None:
+        of_rows = torch.cat((of_rows, tail.unsqueeze(-1)), -1)
     logprobs = compacted.scatter(of_rows).view(full_call.logprobs_shape)
-    return logprobs, compacted.scatter(results.entropy), compacted.scatter_statistics(stats), kept
+    return logprobs, compacted.scatter(parts.entropy), compacted.scatter_statistics(parts.statistics), kept
 
 
 def _backward(
@@ -461,18 +461,18 @@ def _grouped(
     if needed and plan is not None:
         of_tokens = full_call.tokens_are_groups
         objective = GroupObjective(call if of_tokens else full_call, _in_order(call) if of_tokens else compacted)
-        stats, results, _ = in_forward(rows, objective, gradients)
+        parts = in_forward(rows, objective, gradients)
     else:
         kept = call.kept_matrix(call.kept_buffer(needed and call.keeps_exponentials))
-        stats, results, _ = first_pass(rows, kept)
-    logprobs, entropy = compacted.scatter(results.logprobs.squeeze(-1)), compacted.scatter(results.entropy)
+        parts = first_pass(rows, kept)
+    logprobs, entropy = compacted.scatter(parts.logprobs.squeeze(-1)), compacted.scatter(parts.entropy)
     value, given = full_call.terms(slice(None)).loss, [full_call.grouped(each) for each in (logprobs, entropy)]
     if not needed or plan is not None:
         return value(*given), logprobs, entropy, *gradients.results(full_call.input.shape)
     loss, grads = gradient_of(value, *given)
     grad, entropy_grad = (None if g is None else compacted.gather(g.reshape(full_call.tokens)) for g in grads)
     of_rows = RowGradients(None if grad is None else grad.reshape(-1, 1), entropy_grad)
-    second_pass(rows, stats, lambda block, _: of_rows.of(block), gradients, kept)
+    second_pass(rows, parts.statistics, lambda block, _: of_rows.of(block), gradients, kept)
     return loss, logprobs, entropy, *gradients.results(full_call.input.shape)
 
 

@@ -313,19 +313,6 @@ def coefficients_kernel(
 
 
 @jit
-def list_kernel(listed_ptr, place_ptr, number_ptr, M, BLOCK_M: tl.constexpr):
-    """List the rows that a mask says: their places, and how many there are."""
-    number = tl.zeros((1,), dtype=tl.int32)
-    for start in range(0, M, BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M)
-        listed = tl.load(listed_ptr + rows, mask=rows < M, other=0).to(tl.int32)
-        at = number + tl.cumsum(listed, axis=0) - 1
-        tl.store(place_ptr + at, rows, mask=listed != 0)
-        number += tl.sum(listed, axis=0)
-    tl.store(number_ptr + tl.arange(0, 1), number)
-
-
-@jit
 def gather_kernel(x_ptr, place_ptr, count_ptr, out_ptr, H, x_stride, BLOCK_H: tl.constexpr):
     """Copy the rows of x at some places, one below the other."""
     row = tl.program_id(0).to(tl.int64)
@@ -338,29 +325,47 @@ def gather_kernel(x_ptr, place_ptr, count_ptr, out_ptr, H, x_stride, BLOCK_H: tl
 
 
 @jit
-def target_logits_kernel(
-    x_ptr, w_ptr, bias_ptr, target_ptr, out_ptr, K, V, H, x_stride, w_stride_v, w_stride_h, first_class,
-    ROUNDED: tl.constexpr, BLOCK_H: tl.constexpr,
+def classes_kernel(
+    x_ptr, w_ptr, bias_ptr, id_ptr, column_ptr, counts_ptr, y_ptr, slope_ptr, K, V, H, x_stride, w_stride_v,
+    w_stride_h, ignore_index, first_class, num_classes, inner, outer, softcap,
+    RAW: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logit of one class of a row, 0 of a class that is not among those of the weight."""
+    """Find one class of a row among those of the weight, and compute its logit: see `Classes`."""
     at = tl.program_id(0).to(tl.int64)
-    row, column = at // K, tl.load(target_ptr + at).to(tl.int64) - first_class
-    here = (column >= 0) & (column < V)
-    column = tl.where(here, column, 0)
+    row, id = at // K, tl.load(id_ptr + at).to(tl.int64)
+    counts = id != tl.cast(ignore_index, tl.int64)
+    column = id - tl.cast(first_class, tl.int64)
+    valid = (id >= 0) & (id < num_classes)
+    here = counts & valid & (column >= 0) & (column < V)
+    place = tl.where(here, column, 0)
     end = tl.where(here, H, 0)
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
         mask = cols < end
         x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + column * w_stride_v + cols.to(tl.int64) * w_stride_h, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + place * w_stride_v + cols.to(tl.int64) * w_stride_h, mask=mask, other=0.0).to(tl.float32)
         total += x * w
-    z = tl.sum(total, axis=0)
+    z = tl.zeros((1,), dtype=tl.float32) + tl.sum(total, axis=0)
     if bias_ptr is not None:
-        z += tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)
+        z += tl.load(bias_ptr + place, mask=here, other=0.0).to(tl.float32)
     if ROUNDED:
         z = z.to(x_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + at, tl.where(here, z, 0.0))
+    y = z
+    if RAW == 0:
+        inner, outer = tl.cast(inner, tl.float32), tl.cast(outer, tl.float32)
+        z *= inner
+        y = z * outer
+        if softcap is not None:
+            y = cap(z, softcap, not ROUNDED) * outer
+            slope = tl.where(here, cap_slope(z, softcap) * (inner * outer), 0.0)
+            tl.store(slope_ptr + at + tl.arange(0, 1), slope)
+        y = tl.where(y == float("inf"), float("nan"), y)
+    y = tl.where(here, y, float("-inf"))
+    y = tl.where(counts, tl.where(valid, y, float("nan")), 0.0)
+    tl.store(y_ptr + at + tl.arange(0, 1), y)
+    tl.store(column_ptr + at, tl.where(here, column, -1).to(tl.int32))
+    tl.store(counts_ptr + at, counts.to(tl.int8))
 
 
 @jit

@@ -20,17 +20,16 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
+from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.plan import Plan
-from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, Transform, Weights
+from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, Weights
 from llmk.ops.linear_loss.rows.projection import (
     LARGEST_EXPONENT,
     Chunk,
-    Classes,
     Gradients,
     KernelProjection,
     MatrixProjection,
     RowMatrix,
-    largest_over_ranks,
     matrix,
     projection_of,
 )
@@ -44,6 +43,7 @@ from llmk.ops.linear_loss.rows.softmax import (
     row_results,
 )
 from llmk.ops.linear_loss.rows.support import Support
+from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import gradient_of
 
 
@@ -85,31 +85,23 @@ class SoftmaxRows:
     with_tail: bool = False
     support: Tensor | None = None  # ids, [N, L]
     projection: KernelProjection | MatrixProjection = field(init=False)
+    numbering: Numbering = field(init=False)
     _support: Support | None = field(init=False, default=None)
     _all: tuple[Chunk, Classes] | None = field(init=False, default=None)
+    _whole_counts: dict[int, Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.projection = projection_of(self.x, self.weights, self.shard, self.by_kernels)
-        self._ids = ids = self.classes.long()
-        self._counts = ids != self.ignore_index  # int32 would wrap an index that it does not hold
-        self._valid = self._counts & (ids >= 0) & (ids < self.num_classes)
-        columns = ids - self.first_class
-        here = self._valid & (columns >= 0) & (columns < self.weights.weight.shape[0])
-        self._columns = columns.masked_fill(~here, -1).int()
+        self.classes = self.classes.contiguous()
+        own = self.weights.weight.shape[0]
+        first, of_all = (0, own) if self.shard is None else (self.shard.first_class, self.shard.num_classes)
+        self.numbering = Numbering(self.ignore_index, first, of_all)
         if self.support is not None:
-            self._support = Support(self.support, ids, self.projection, self.first_class, self.num_classes)
+            self._support = Support(self.support, self.classes.long(), self.projection, first, of_all)
 
     @property
     def transform(self) -> Transform:
         return self.weights.transform
-
-    @property
-    def num_classes(self) -> int:
-        return self.weights.weight.shape[0] if self.shard is None else self.shard.num_classes
-
-    @property
-    def first_class(self) -> int:
-        return 0 if self.shard is None else self.shard.first_class
 
     def chunks(self) -> Iterator[slice]:
         """Yield the rows of each chunk."""
@@ -126,9 +118,10 @@ class SoftmaxRows:
         """Return some rows and their classes."""
         if not isinstance(self.projection, KernelProjection):
             return self._prepared(rows)
+        everything = slice(0, self.x.shape[0])
         if self._all is None:  # the logits of all rows' classes at once
-            self._all = self._prepared(slice(0, self.x.shape[0]))
-        return tuple(self._cut(each, rows) for each in self._all)
+            self._all = self._prepared(everything)
+        return self._all if rows == everything else tuple(self._cut(each, rows) for each in self._all)
 
     def _cut(self, whole: Any, rows: slice) -> Any:
         """Return those of some rows of what is of all."""
@@ -139,40 +132,34 @@ class SoftmaxRows:
 
     def _count(self, rows: slice) -> Tensor:
         """Return the number of some rows that count, as far as the device knows it, int32 `[1]`."""
-        if self.compacted.count is None:
-            return torch.full((1,), rows.stop - rows.start, dtype=torch.int32, device=self.x.device)
-        return self.compacted.count.end(rows)
+        number, count = rows.stop - rows.start, self.compacted.count
+        if count is None:
+            if number not in self._whole_counts:
+                self._whole_counts[number] = torch.full((1,), number, dtype=torch.int32, device=self.x.device)
+            return self._whole_counts[number]
+        # Segments that are chunks have a number each; of all rows together it is not needed.
+        return count.counts if number > count.segment else count.end(rows)
 
     def _prepared(self, rows: slice) -> tuple[Chunk, Classes]:
-        ids, counts, columns = self._ids[rows], self._counts[rows], self._columns[rows]
-        z = self.projection.logits(rows, columns, left_out=self.has_one_class)
-        if self.shard is not None:  # each class is on one rank, or on none: it has no probability there
-            z = largest_over_ranks(self.shard, z.masked_fill(columns < 0, float("-inf")))
-        y, slopes = self.transform(z)
-        if self.shard is not None:
-            y = y.masked_fill(z == float("-inf"), float("-inf"))
-        y = y.masked_fill(~self._valid[rows], float("nan"))
-        best, mask = None, counts.squeeze(1)
-        if ids.shape[1] > 1:
-            best, mask = y.masked_fill(~counts, float("-inf")).argmax(-1, keepdim=True), counts.any(-1)
-        classes = Classes(ids, columns, counts, y, slopes, best, _distinct(ids, counts) if self.with_tail else None)
-        own, y_own, slope_own = (None if each is None else classes.own(each) for each in (columns, y, slopes))
-        assert own is not None
-        assert y_own is not None
+        is_raw = self.shard is not None  # what other ranks have comes before the transform
+        ids = self.classes[rows]
+        classes = self.projection.classes(rows, ids, self.numbering, raw=is_raw, left_out=self.has_one_class)
+        classes = classes.of_ranks(self.shard, self.transform).chosen(self.with_tail)
+        mask = classes.counts.squeeze(1) if classes.best is None else classes.counts.any(-1)
+        own, y_own = classes.own(classes.columns), classes.own(classes.y)
         if not self.leaves_out_own:
-            own, y_own = torch.full_like(own, -1), torch.full_like(y_own, float("-inf"))
+            own, y_own = torch.full_like(own, -1), torch.full_like(y_own, float("-inf")).masked_fill(~mask, 0.0)
         if self._support is not None:
             cuts = self._support.cuts(rows)
-            mask, own = mask & ~cuts, own.masked_fill(cuts, -1)
-        y_own = y_own.masked_fill(~mask, 0.0)
+            mask, own, y_own = mask & ~cuts, own.masked_fill(cuts, -1), y_own.masked_fill(cuts, 0.0)
         left_out = y_left_out = None
         if classes.distinct is not None:
-            others = classes.distinct & (ids != classes.own(ids).unsqueeze(-1))
-            left_out, y_left_out = columns.sort(-1).values, y.masked_fill(~others, float("-inf"))
-        # A logit of +inf that counts makes its row NaN; as a reference it says that a row does not count.
-        reference = y_own.masked_fill(y_own == float("inf"), float("nan")).masked_fill(~mask, float("inf"))
-        count = self._count(rows) if self.compacted.count is None else self.compacted.count.counts
-        return Chunk(rows, mask, count, own, y_own, reference, slope_own, left_out, y_left_out), classes
+            others = classes.distinct & (classes.ids != classes.own(classes.ids).unsqueeze(-1))
+            left_out = classes.columns.sort(-1).values
+            y_left_out = classes.y.masked_fill(~others, float("-inf"))
+        slope_own = None if classes.slopes is None else classes.own(classes.slopes)
+        reference = y_own.masked_fill(~mask, float("inf"))  # which says that a row does not count
+        return Chunk(rows, mask, self._count(rows), own, y_own, reference, slope_own, left_out, y_left_out), classes
 
     def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Statistics, RowResults, Tensor]:
         """Return a chunk's statistics, its results, and if the own class is the largest; write exponentials to P."""
@@ -242,7 +229,7 @@ class SoftmaxRows:
             bound = bound + grads.logprobs.abs().sum(-1)
         if grads.entropy is not None:
             # p |log p + H| is at most log V + 1
-            bound = bound + grads.entropy.abs() * (math.log(self.num_classes) + 1)
+            bound = bound + grads.entropy.abs() * (math.log(self.numbering.num_classes) + 1)
         for each in (grads.logsumexp, grads.tail):
             bound = bound if each is None else bound + each.abs()
         if grads.weighted is not None and self.weights.class_weight is not None:
@@ -251,38 +238,62 @@ class SoftmaxRows:
         return torch.ldexp(torch.ones_like(bound), exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT))
 
 
-def _distinct(ids: Tensor, counts: Tensor) -> Tensor:
-    """Return a mask that has each class of a row that counts once, of ids `[M, K]`."""
-    ordered, order = ids.masked_fill(~counts, -1).sort(-1)
-    repeated = torch.nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
-    return torch.zeros_like(counts).scatter(-1, order, ~repeated & (ordered >= 0))
-
-
 class RowParts:
-    """The statistics and results of rows, gathered chunk by chunk, and if the own class is the largest."""
+    """The results of rows and the statistics `[5, N]`, gathered from chunks when they are asked for.
+
+    What is returned has memory of its own.
+    """
 
     def __init__(self, rows: SoftmaxRows) -> None:
-        self.parts: list[tuple[Tensor, RowResults, Tensor]] = []
+        self._stats: list[Tensor] = []
+        self._results: list[RowResults] = []
+        self._largest: list[Tensor] = []
         if rows.x.shape[0] == 0:
             row = torch.zeros((0,), dtype=torch.float32, device=rows.x.device)
-            tail = row if rows.with_tail else None
-            results = RowResults(row.expand(rows.classes.shape[1], 0).t(), row, row, row, tail)
-            self.parts.append((row.expand(STATISTICS + rows.with_tail, 0), results, row.bool()))
+            results = RowResults(
+                row.expand(rows.classes.shape[1], 0).t(), row, row, row, row if rows.with_tail else None
+            )
+            self.add(Statistics(row.expand(STATISTICS + rows.with_tail, 0)), results, row.bool())
 
     def add(self, stats: Statistics, results: RowResults, largest: Tensor) -> None:
-        self.parts.append((stats.values, results, largest))
+        self._stats.append(stats.values)
+        self._results.append(results)
+        self._largest.append(largest)
 
-    def whole(self) -> tuple[Tensor, RowResults, Tensor]:
-        """Return the statistics `[5, N]`, the results, and the mask `[N]`, each with memory of its own."""
-        stats, results, largest = zip(*self.parts, strict=True)
-        tails = [each.tail for each in results if each.tail is not None]
-        whole = RowResults(*map(torch.cat, zip(*(each[:4] for each in results), strict=True)))
-        if tails:
-            whole = whole._replace(tail=torch.cat(tails))
-        return torch.cat(stats, -1), whole, torch.cat(largest)
+    def _whole(self, name: str) -> Tensor:
+        return torch.cat([getattr(each, name) for each in self._results])
+
+    @property
+    def statistics(self) -> Tensor:
+        return torch.cat(self._stats, -1)
+
+    @property
+    def is_largest(self) -> Tensor:
+        """The mask of the rows `[N]` whose own class is the largest."""
+        return torch.cat(self._largest)
+
+    @property
+    def logprobs(self) -> Tensor:
+        return self._whole("logprobs")
+
+    @property
+    def entropy(self) -> Tensor:
+        return self._whole("entropy")
+
+    @property
+    def logsumexp(self) -> Tensor:
+        return self._whole("logsumexp")
+
+    @property
+    def weighted(self) -> Tensor:
+        return self._whole("weighted")
+
+    @property
+    def tail(self) -> Tensor | None:
+        return None if self._results[0].tail is None else self._whole("tail")
 
 
-def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) -> tuple[Tensor, RowResults, Tensor]:
+def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) -> RowParts:
     """Make the results and the gradients of a loss that is local to each chunk."""
     parts, p = RowParts(rows), rows.row_matrix()
     for block in rows.chunks():
@@ -293,10 +304,10 @@ def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) ->
         _, grads = gradient_of(lambda *given, block=block: objective.value(block, RowResults(*given)), *results[:4])
         serves = rows.exponentials_serve(given := RowGradients(*grads))
         gradients.add(chunk, rows.matrix_of(chunk, classes, stats, given, part, serves))
-    return parts.whole()
+    return parts
 
 
-def first_pass(rows: SoftmaxRows, kept: Tensor | None = None) -> tuple[Tensor, RowResults, Tensor]:
+def first_pass(rows: SoftmaxRows, kept: Tensor | None = None) -> RowParts:
     """Make the results of all rows, and their exponentials where `kept [N, V]` has room for them."""
     parts = RowParts(rows)
     for block in rows.chunks():
@@ -306,7 +317,7 @@ def first_pass(rows: SoftmaxRows, kept: Tensor | None = None) -> tuple[Tensor, R
             own = rows.projection.own_entries(chunk, stats)
             rows.projection.put(kept[block], chunk.own.unsqueeze(-1), own.unsqueeze(-1), chunk.count)
         parts.add(stats, results, largest)
-    return parts.whole()
+    return parts
 
 
 def second_pass(

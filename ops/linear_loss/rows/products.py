@@ -23,22 +23,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_cpu, cap_slope_cpu
 from llmk.ops.linear_loss.rows._products_kernels import (
     bias_gradient_kernel,
+    classes_kernel,
     coefficients_kernel,
     combine_kernel,
     gather_kernel,
     input_gradient_kernel,
-    list_kernel,
     logits_kernel,
     put_entries_kernel,
     scale_rows_kernel,
     statistics_kernel,
-    target_logits_kernel,
     weight_gradient_kernel,
 )
+from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.softmax import STATISTICS
+from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import cdiv, empty, next_power_of_2, num_programs, wrap_triton
 from llmk.registry.devices import INTERPRET, shared_memory
 from llmk.registry.launch import describable, descriptor
@@ -53,27 +53,6 @@ bfloat16's normal numbers; the exponentials themselves leave its range at 88."""
 LEAST_FACTOR = 2.0**-30
 """A row's factor is no smaller part of its own class's gradient: so the entry of that, their ratio, is a number."""
 SMALL_SHARED_MEMORY = 200 * 1024
-
-
-class Transform(NamedTuple):
-    """The transform of logits before their softmax: y = outer * cap(inner * z), in float32."""
-
-    inner: float = 1.0
-    outer: float = 1.0
-    softcap: float = 0.0
-    rounded: bool = False  # logits are rounded to the dtype of the rows first
-
-    @property
-    def factor(self) -> float:
-        """The part of dy / dz that is the same for all logits and is not in P."""
-        return 1.0 if self.softcap else self.inner * self.outer
-
-    def __call__(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return y and dy / dz of float32 logits, None where that is `factor`."""
-        if not self.softcap:
-            return (z if self.factor == 1.0 else z * self.factor), None
-        u = z * self.inner
-        return cap_cpu(u, self.softcap) * self.outer, cap_slope_cpu(u, self.softcap) * (self.inner * self.outer)
 
 
 @dataclass(frozen=True)
@@ -132,18 +111,25 @@ def row_block(H: int) -> int:
     return min(1024, next_power_of_2(H))
 
 
-def target_logits(
-    x: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor, first_class: int, rounded: bool
-) -> Tensor:
-    """Compute the float32 logits `[M, K]` of some classes of each row, 0 of those that the weight does not have."""
-    M, K = classes.shape
-    out = empty((M, K), torch.float32, x.device)
+def located_classes(
+    x: Tensor, weights: "Weights", ids: Tensor, numbering: Numbering, transform: Transform | None
+) -> Classes:
+    """Find the ids `[M, K]` of rows x `[M, H]` among the classes of a weight, and compute their logits.
+
+    A transform of None leaves it to `Classes.of_ranks`.
+    """
+    (M, K), (V, H), weight = ids.shape, weights.weight.shape, weights.weight
+    columns, y = empty((M, K), torch.int32, x.device), empty((M, K), torch.float32, x.device)
+    counts = empty((M, K), torch.int8, x.device)
+    inner, outer, softcap = (1.0, 1.0, 0.0) if transform is None else transform[:3]
+    slopes = empty((M, K), torch.float32, x.device) if softcap else None
     if M * K > 0:
-        wrap_triton(target_logits_kernel)[(M * K,)](
-            x, weight, bias, classes, out, K, *weight.shape, x.stride(0), *weight.stride(), first_class,
-            ROUNDED=rounded, BLOCK_H=row_block(x.shape[1]), num_warps=4,
+        wrap_triton(classes_kernel)[(M * K,)](
+            x, weight, weights.bias, ids, columns, counts, y, slopes, K, V, H, x.stride(0), *weight.stride(),
+            *numbering, inner, outer, softcap or None, RAW=transform is None, ROUNDED=weights.transform.rounded,
+            BLOCK_H=row_block(H), num_warps=4,
         )  # fmt: skip
-    return out
+    return Classes(ids, columns, counts.view(torch.bool), y, slopes)
 
 
 class Rows(NamedTuple):
@@ -267,14 +253,6 @@ def exponential_coefficients(
         factor, LEAST_FACTOR, BLOCK_M=128, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """List the rows of a mask `[M]`: their places `[M]`, and how many there are `[1]`, int32."""
-    M = mask.shape[0]
-    place, number = (empty((n,), torch.int32, mask.device) for n in (M, 1))
-    wrap_triton(list_kernel)[(1,)](mask, place, number, M, BLOCK_M=min(1024, next_power_of_2(M)), num_warps=4)
-    return place, number
 
 
 def gathered(x: Tensor, place: Tensor, count: Tensor, out: Tensor) -> None:

@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
+from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard, ordered
 from llmk.ops.linear_loss.rows import products
+from llmk.ops.linear_loss.rows.classes import Classes, Numbering, largest_over_ranks
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, Rows, Weights
 from llmk.ops.linear_loss.rows.softmax import RowGradients, Statistics, relative_to, with_classes
 from llmk.registry import cdiv
@@ -39,23 +40,6 @@ class Chunk:
     slope_own: Tensor | None  # float32 [M], dy / dz of it; None where that is the same for all
     left_out: Tensor | None = None  # int32 [M, K], columns that are left out of the sums besides, in their order
     y_left_out: Tensor | None = None  # float32 [M, K], the logits of other classes than the own that are, of all ranks
-
-
-@dataclass(frozen=True)
-class Classes:
-    """The classes of a chunk's rows whose probabilities are asked for, and the one that is left out of its sums."""
-
-    ids: Tensor  # int64 [M, K]
-    columns: Tensor  # int32 [M, K] among this rank's classes; negative where a class does not count or is elsewhere
-    counts: Tensor  # bool [M, K]
-    y: Tensor  # float32 [M, K], transformed logits, NaN of a class that is none
-    slopes: Tensor | None  # float32 [M, K], dy / dz
-    best: Tensor | None  # int64 [M, 1], which of them is the row's own; None where there is one
-    distinct: Tensor | None = None  # bool [M, K], each class that counts once; None without a tail
-
-    def own(self, values: Tensor) -> Tensor:
-        """Return the values `[M]` of the rows' own classes, of those of all `[M, K]`."""
-        return values.squeeze(1) if self.best is None else values.gather(1, self.best).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -92,8 +76,8 @@ class Projection(Protocol):
         """Whether P may hold exponentials until their rows' gradients are known."""
         ...
 
-    def logits(self, rows: slice, columns: Tensor, left_out: bool = False) -> Tensor:
-        """Return the float32 logits `[M, K]` of these columns, 0 of those that the weight does not have.
+    def classes(self, rows: slice, ids: Tensor, numbering: Numbering, *, raw: bool, left_out: bool = False) -> Classes:
+        """Find the ids `[M, K]` of some rows, and compute their logits, without their transform where `raw`.
 
         Plain PyTorch takes those that `statistics` has, unless each row's class is left out of its sums.
         """
@@ -123,10 +107,6 @@ class Projection(Protocol):
 def over_ranks(shard: VocabShard | None, sums: Tensor) -> Tensor:
     """Add up what each rank has of its own classes `[S, M]`, in the ranks' order."""
     return sums if shard is None else shard.gather(sums.contiguous()).view(shard.ranks, *sums.shape).sum(0)
-
-
-def largest_over_ranks(shard: VocabShard | None, values: Tensor) -> Tensor:
-    return values if shard is None else shard.gather(values.contiguous()).view(shard.ranks, *values.shape).amax(0)
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -160,9 +140,9 @@ class KernelProjection:
             self.scratch = torch.empty((rows, self.x.shape[1]), dtype=self.x.dtype, device=self.x.device)
         return self.scratch[:rows]
 
-    def logits(self, rows: slice, columns: Tensor, left_out: bool = False) -> Tensor:
-        weight, bias, _, transform = self.weights
-        return products.target_logits(self.x[rows], weight, bias, columns, 0, transform.rounded)
+    def classes(self, rows: slice, ids: Tensor, numbering: Numbering, *, raw: bool, left_out: bool = False) -> Classes:
+        transform = None if raw else self.weights.transform
+        return products.located_classes(self.x[rows], self.weights, ids, numbering, transform)
 
     def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
         rows = Rows(self.x[chunk.rows], chunk.reference.unsqueeze(0), chunk.own, chunk.count)
@@ -198,7 +178,7 @@ class KernelProjection:
 
     def _make_far_rows(self, rows: Rows, reference: Tensor, far: Tensor, p: Tensor) -> None:
         """Make the exponentials again of rows whose own class is far below the largest, relative to that."""
-        place, number = products.listed(far)
+        place, number = ordered(far, torch.int32)
         scratch = self.scratch_rows(rows.x.shape[0])
         products.gathered(rows.x, place, number, scratch)
         weights = self.weights._replace(class_weight=None)
@@ -259,18 +239,21 @@ class MatrixProjection:
             z += self.weights.bias
         return self._rounded(z)
 
-    def logits(self, rows: slice, columns: Tensor, left_out: bool = False) -> Tensor:
-        here = (columns >= 0) & (columns < self.V)
+    def classes(self, rows: slice, ids: Tensor, numbering: Numbering, *, raw: bool, left_out: bool = False) -> Classes:
+        transform = None if raw else self.weights.transform
+        return Classes.located(ids, numbering, self.V, lambda columns: self._of(rows, columns, left_out), transform)
+
+    def _of(self, rows: slice, columns: Tensor, left_out: bool) -> Tensor:
+        """Return the float32 logits `[M, K]` of columns, any number of a negative one."""
         if self.V == 0:
             return torch.zeros(columns.shape, dtype=torch.float32, device=self.x.device)
-        ids = torch.where(here, columns, 0).long()
-        if left_out:  # a second pass may need no others
-            z = (self.x[rows] * self.weights.weight[ids.squeeze(1)]).sum(-1, keepdim=True)
-            z = self._rounded(z if self.weights.bias is None else z + self.weights.bias[ids])
-        else:
+        ids = columns.clamp(min=0).long()
+        if not left_out:
             logits = self._all_logits(rows)
-            self._shared, z = (rows, logits), logits.gather(1, ids)
-        return torch.where(here, z, 0.0)
+            self._shared = rows, logits
+            return logits.gather(1, ids)
+        z = (self.x[rows] * self.weights.weight[ids.squeeze(1)]).sum(-1, keepdim=True)  # there may be no second pass
+        return self._rounded(z if self.weights.bias is None else z + self.weights.bias[ids])
 
     def _transformed(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return y; the same but -inf of the rows' own classes and of rows that do not count; and dy / dz."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.rows.projection import Chunk, Classes, Projection
+from llmk.ops.linear_loss.rows.classes import Classes, Numbering
+from llmk.ops.linear_loss.rows.projection import Chunk, Projection
 from llmk.ops.linear_loss.rows.softmax import RowGradients, RowResults, Statistics
 
 
@@ -38,7 +39,8 @@ class Support:
         used, wrong = (ids >= 0) & ~repeated, (ids >= self.num_classes).any(-1, keepdim=True)
         here = used & (ids >= self.first_class) & (ids - self.first_class < self.projection.weights.weight.shape[0])
         columns = torch.where(here, ids - self.first_class, -1).int()
-        z = self.projection.logits(rows, columns)
+        numbering = Numbering(ignore_index=-1, first_class=0, num_classes=self.projection.weights.weight.shape[0])
+        z = self.projection.classes(rows, columns, numbering, raw=True).y
         if self.projection.shard is not None:
             z = self.projection.shard.gather(z.contiguous()).view(self.projection.shard.ranks, *z.shape).sum(0)
         y, slopes = self.projection.weights.transform(z)

@@ -1,0 +1,123 @@
+"""The tokens that count, before the others: how many they are only the device knows."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
+
+
+@jit
+def order_kernel(mask_ptr, place_ptr, count_ptr, N, segment, BLOCK_N: tl.constexpr):
+    """List the rows of a segment: those that the mask says, in their order, before the others, and count them."""
+    start = tl.program_id(0) * segment
+    end = tl.minimum(start + segment, N)
+    count = tl.zeros((1,), dtype=tl.int32)
+    for first in range(start, end, BLOCK_N):
+        rows = first + tl.arange(0, BLOCK_N)
+        count += tl.sum((tl.load(mask_ptr + rows, mask=rows < end, other=0) != 0).to(tl.int32), axis=0)
+    before = tl.zeros((1,), dtype=tl.int32)
+    for first in range(start, end, BLOCK_N):
+        rows = first + tl.arange(0, BLOCK_N)
+        listed = tl.load(mask_ptr + rows, mask=rows < end, other=0) != 0
+        number = before + tl.cumsum(listed.to(tl.int32), axis=0)  # of listed rows up to this one
+        at = tl.where(listed, start + number - 1, rows + count - number)
+        tl.store(place_ptr + at, rows.to(place_ptr.dtype.element_ty), mask=rows < end)
+        before += tl.sum(listed.to(tl.int32), axis=0)
+    tl.store(count_ptr + tl.program_id(0) + tl.arange(0, 1), count)
+
+
+def ordered(mask: Tensor, dtype: torch.dtype, segment: int | None = None) -> tuple[Tensor, Tensor]:
+    """List the rows of a mask `[N]`, in each segment of so many: their places `[N]`, and how many it says, int32."""
+    N = mask.shape[0]
+    segment = max(N, 1) if segment is None else min(segment, max(N, 1))
+    segments = cdiv(max(N, 1), segment)
+    place, count = empty((N,), dtype, mask.device), empty((segments,), torch.int32, mask.device)
+    block = min(4096, next_power_of_2(segment))
+    wrap_triton(order_kernel)[(segments,)](mask, place, count, N, segment, BLOCK_N=block, num_warps=8)
+    return place, count
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """How many rows count, the first ones of every `segment` rows; only the device knows it."""
+
+    counts: Tensor  # int32 [segments]
+    segment: int
+
+    def end(self, rows: slice) -> Tensor:
+        """Return the number of some rows of one segment that count, int32 `[1]`."""
+        i, first = divmod(rows.start, self.segment)
+        count = self.counts[i : i + 1]
+        if rows.stop - rows.start == self.segment:
+            return count
+        return (count - first).clamp_(0, rows.stop - rows.start)
+
+    def past(self, rows: int) -> Tensor:
+        """Return the mask of the first `rows` rows that do not count."""
+        places = torch.arange(self.segment, dtype=torch.int32, device=self.counts.device)
+        return (places >= self.counts.unsqueeze(-1)).view(-1)[:rows]
+
+
+@dataclass(frozen=True)
+class CompactedTokens:
+    """The tokens that a loss is computed for, out of N tokens `[...]`: all of them, or those that count in their order.
+
+    Where the host knows their number n only they are gathered, and `count` is None. On a GPU, where the host would have
+    to wait for it, the others follow them: n is N, and `count` has the number that count. There the tokens may be
+    compacted within each segment of so many, which keeps a group in the rows of its segment.
+    """
+
+    shape: tuple[int, ...]
+    index: Tensor | None = None  # [n], None for all tokens
+    count: RowCounts | None = None
+
+    @classmethod
+    def of(cls, mask: Tensor, *, on_host: bool, segment: int | None = None) -> "CompactedTokens":
+        """Compact tokens `[...]` by the mask of those that count; a segment of None is all of them."""
+        shape, mask = tuple(mask.shape), mask.reshape(-1)
+        if on_host:
+            return cls(shape, mask.nonzero().squeeze(-1))
+        index, counts = ordered(mask, torch.int64, segment)
+        most = max(mask.shape[0], 1)  # no tokens are one segment of none that counts
+        return cls(shape, index, RowCounts(counts, most if segment is None else min(segment, most)))
+
+    def part(self, rows: slice) -> "CompactedTokens":
+        """Return the tokens of one segment's rows by themselves, `[rows]`."""
+        shape = (rows.stop - rows.start,)
+        if self.index is None:
+            return CompactedTokens(shape)
+        assert self.count is not None
+        return CompactedTokens(shape, self.index[rows] - rows.start, RowCounts(self.count.end(rows), *shape))
+
+    def past_count(self, rows: int) -> Tensor | None:
+        """Return the mask of the first `rows` rows that do not count, None if the host knows that all do."""
+        return None if self.count is None else self.count.past(rows)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Gather the rows of `[..., *rest]` of these tokens: `[n, *rest]`."""
+        rows = x.reshape(math.prod(self.shape), *x.shape[len(self.shape) :])
+        return rows if self.index is None else rows[self.index]
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        """Scatter `[n, *rest]` to the tokens' positions in `[..., *rest]`, zero elsewhere."""
+        shape = (*self.shape, *rows.shape[1:])
+        if self.index is None:
+            return rows.view(shape)
+        if self.count is not None:
+            past = self.count.past(rows.shape[0])
+            rows = rows.masked_fill(past.view(-1, *[1] * (rows.dim() - 1)), 0.0)
+        out = torch.zeros((math.prod(self.shape), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+        out[self.index] = rows
+        return out.view(shape)
+
+    def gather_statistics(self, stats: Tensor) -> Tensor:
+        """Gather the columns of `[S, ...]` of these tokens: `[S, n]`."""
+        return self.gather(stats.movedim(0, -1)).t().contiguous()
+
+    def scatter_statistics(self, stats: Tensor) -> Tensor:
+        """Scatter `[S, n]` to the tokens' positions in `[S, ...]`, zero elsewhere."""
+        return self.scatter(stats.t()).movedim(-1, 0).contiguous()
