@@ -9,7 +9,7 @@ from llmk.ops.linear_loss.chunked._call import (
     recomputing_op,
     with_shard,
 )
-from llmk.ops.linear_loss.chunked._compacted import CompactedTokens, ordered
+from llmk.ops.linear_loss.chunked._compacted import CompactedTokens, gather_rows, ordered
 from llmk.ops.linear_loss.chunked._linear import (
     ChunkedLinear,
     LinearGradients,
@@ -32,6 +32,7 @@ __all__ = [
     "VocabSlice",
     "fake_gradients",
     "float16_scale",
+    "gather_rows",
     "largest",
     "local_fields",
     "ordered",

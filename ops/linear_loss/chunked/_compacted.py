@@ -30,6 +30,47 @@ def order_kernel(mask_ptr, place_ptr, count_ptr, N, segment, BLOCK_N: tl.constex
     tl.store(count_ptr + tl.program_id(0) + tl.arange(0, 1), count)
 
 
+@jit
+def gather_kernel(x_ptr, index_ptr, count_ptr, out_ptr, M, H, x_row, x_col, out_row, out_col, BLOCK: tl.constexpr):
+    """Copy the rows of x at some places, one below the other: the first `count` of M, or all."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, col = at // H, at % H
+    end = M
+    if count_ptr is not None:
+        end = tl.load(count_ptr)
+    inside = row < end
+    place = tl.load(index_ptr + row, mask=inside, other=0).to(tl.int64)
+    x = tl.load(x_ptr + place * x_row + col * x_col, mask=inside, other=0)
+    tl.store(out_ptr + row * out_row + col * out_col, x, mask=inside)
+
+
+@jit
+def scatter_kernel(
+    x_ptr, index_ptr, count_ptr, out_ptr, M, H, segment, x_row, x_col, out_row, out_col, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Copy the rows of x that count, the first of each segment, to their places, and zeros to those of the others."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, col = at // H, at % H
+    inside = row < M
+    count = tl.load(count_ptr + row // segment, mask=inside, other=0)
+    place = tl.load(index_ptr + row, mask=inside, other=0).to(tl.int64)
+    x = tl.load(x_ptr + row * x_row + col * x_col, mask=inside & (row % segment < count), other=0)
+    tl.store(out_ptr + place * out_row + col * out_col, x, mask=inside)
+
+
+BLOCK = 2048
+"""Elements of a program that gathers or scatters."""
+
+
+def gather_rows(x: Tensor, index: Tensor, out: Tensor, count: Tensor | None = None) -> None:
+    """Copy the rows of x `[N, H]` at the places `[M]`, or at the first `count` of these, to out `[M, H]`."""
+    M, H = out.shape
+    if M * H > 0:
+        wrap_triton(gather_kernel)[(cdiv(M * H, BLOCK),)](
+            x, index, count, out, M, H, *x.stride(), *out.stride(), BLOCK=BLOCK, num_warps=4
+        )
+
+
 def ordered(mask: Tensor, dtype: torch.dtype, segment: int | None = None) -> tuple[Tensor, Tensor]:
     """List the rows of a mask `[N]`, in each segment of so many: their places `[N]`, and how many it says, int32."""
     N = mask.shape[0]
@@ -60,6 +101,14 @@ class RowCounts:
         """Return the mask of the first `rows` rows that do not count."""
         places = torch.arange(self.segment, dtype=torch.int32, device=self.counts.device)
         return (places >= self.counts.unsqueeze(-1)).view(-1)[:rows]
+
+    def scatter_rows(self, x: Tensor, index: Tensor, out: Tensor) -> None:
+        """Copy the rows of x `[M, H]` that count to their places `[M]` in out `[M, H]`, and zeros to the others'."""
+        M, H = x.shape
+        if M * H > 0:
+            wrap_triton(scatter_kernel)[(cdiv(M * H, BLOCK),)](
+                x, index, self.counts, out, M, H, self.segment, *x.stride(), *out.stride(), BLOCK=BLOCK, num_warps=4
+            )
 
 
 @dataclass(frozen=True)
@@ -93,31 +142,53 @@ class CompactedTokens:
         assert self.count is not None
         return CompactedTokens(shape, self.index[rows] - rows.start, RowCounts(self.count.end(rows), *shape))
 
-    def past_count(self, rows: int) -> Tensor | None:
-        """Return the mask of the first `rows` rows that do not count, None if the host knows that all do."""
-        return None if self.count is None else self.count.past(rows)
-
     def gather(self, x: Tensor) -> Tensor:
         """Gather the rows of `[..., *rest]` of these tokens: `[n, *rest]`."""
         rows = x.reshape(math.prod(self.shape), *x.shape[len(self.shape) :])
-        return rows if self.index is None else rows[self.index]
+        if self.index is None:
+            return rows
+        if self.count is None:
+            return rows[self.index]
+        out = torch.empty((self.index.shape[0], *rows.shape[1:]), dtype=x.dtype, device=x.device)
+        gather_rows(_matrix(rows), self.index, _matrix(out))
+        return out
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Scatter `[n, *rest]` to the tokens' positions in `[..., *rest]`, zero elsewhere."""
         shape = (*self.shape, *rows.shape[1:])
         if self.index is None:
             return rows.view(shape)
-        if self.count is not None:
-            past = self.count.past(rows.shape[0])
-            rows = rows.masked_fill(past.view(-1, *[1] * (rows.dim() - 1)), 0.0)
-        out = torch.zeros((math.prod(self.shape), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-        out[self.index] = rows
+        if self.count is None:
+            out = torch.zeros((math.prod(self.shape), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+            out[self.index] = rows
+        else:
+            out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+            self.count.scatter_rows(_matrix(rows), self.index, _matrix(out))
         return out.view(shape)
 
     def gather_statistics(self, stats: Tensor) -> Tensor:
         """Gather the columns of `[S, ...]` of these tokens: `[S, n]`."""
-        return self.gather(stats.movedim(0, -1)).t().contiguous()
+        stats = stats.reshape(stats.shape[0], math.prod(self.shape))
+        if self.index is None or self.count is None:
+            return stats if self.index is None else stats[:, self.index]
+        out = torch.empty((stats.shape[0], self.index.shape[0]), dtype=stats.dtype, device=stats.device)
+        gather_rows(stats.t(), self.index, out.t())
+        return out
 
     def scatter_statistics(self, stats: Tensor) -> Tensor:
         """Scatter `[S, n]` to the tokens' positions in `[S, ...]`, zero elsewhere."""
-        return self.scatter(stats.t()).movedim(-1, 0).contiguous()
+        shape = (stats.shape[0], *self.shape)
+        if self.index is None:
+            return stats.reshape(shape)
+        if self.count is None:
+            out = torch.zeros((stats.shape[0], math.prod(self.shape)), dtype=stats.dtype, device=stats.device)
+            out[:, self.index] = stats
+        else:
+            out = torch.empty(stats.shape, dtype=stats.dtype, device=stats.device)
+            self.count.scatter_rows(stats.t(), self.index, out.t())
+        return out.view(shape)
+
+
+def _matrix(rows: Tensor) -> Tensor:
+    """Return rows `[n, *rest]` as a matrix."""
+    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))

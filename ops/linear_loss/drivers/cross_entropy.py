@@ -117,11 +117,16 @@ class CrossEntropy:
         weight = self.call.weight
         return float(self.call.num_classes) if weight is None else weight.sum(dtype=torch.float32)
 
-    def value(self, rows: slice, results: RowResults) -> Tensor:
-        losses, grads = self.losses(rows, results), self.loss_grads
-        if grads is not None:
-            losses = losses * (grads[rows] if grads.dim() else grads)
-        return losses.sum()
+    def gradients(self, rows: slice, results: RowResults) -> RowGradients:
+        """Return the gradients of the results of some rows."""
+
+        def value(*given: Tensor) -> Tensor:
+            losses, grads = self.losses(rows, RowResults(*given)), self.loss_grads
+            if grads is not None:
+                losses = losses * (grads[rows] if grads.dim() else grads)
+            return losses.sum()
+
+        return RowGradients(*gradient_of(value, *results[:4])[1])
 
 
 def _forward(
@@ -169,8 +174,8 @@ def _metrics(
     if reduction == "none":
         return compacted.scatter(entropy), compacted.scatter(correct)
     count = call.mask().sum()
-    past = compacted.past_count(entropy.shape[0])
-    if past is not None:
+    if compacted.count is not None:
+        past = compacted.count.past(entropy.shape[0])
         entropy, correct = entropy.masked_fill(past, 0.0), correct.masked_fill(past, 0.0)
     return entropy.sum() / count, correct.sum() / count
 
@@ -186,11 +191,8 @@ def _backward(
     losses = CrossEntropy(call, grad if weights is None else grad * weights)
     rows = call.softmax_rows(impl, compacted)
 
-    def row_gradients(block: slice, results: RowResults) -> RowGradients:
-        return RowGradients(*gradient_of(lambda *given: losses.value(block, RowResults(*given)), *results[:4])[1])
-
     gradients = gradients_of(rows, need, call.recomputed_dtypes)
-    second_pass(rows, stats, row_gradients, gradients)
+    second_pass(rows, stats, losses.gradients, gradients)
     return gradients.results(full_call.input.shape)
 
 

@@ -441,11 +441,14 @@ class GroupObjective:
     call: GroupsCall
     compacted: CompactedTokens
 
-    def value(self, rows: slice, results: RowResults) -> Tensor:
+    def gradients(self, rows: slice, results: RowResults) -> RowGradients:
+        """Return the gradients of the log-probabilities and entropies of the rows of whole groups."""
         tokens, group = self.compacted.part(rows), max(self.call.group_rows, 1)
         terms = self.call.terms(slice(rows.start // group, rows.stop // group))
-        logprobs, entropy = results.logprobs.squeeze(-1), results.entropy
-        return terms.loss(*(tokens.scatter(each).view(-1, *self.call.group) for each in (logprobs, entropy)))
+        given = (tokens.scatter(each).view(-1, *self.call.group) for each in (results.logprobs, results.entropy))
+        _, grads = gradient_of(terms.loss, *given)
+        grad, entropy_grad = (None if g is None else tokens.gather(g.reshape(tokens.shape)) for g in grads)
+        return RowGradients(None if grad is None else grad.unsqueeze(-1), entropy_grad)
 
 
 def _grouped(

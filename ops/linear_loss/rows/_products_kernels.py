@@ -313,18 +313,6 @@ def coefficients_kernel(
 
 
 @jit
-def gather_kernel(x_ptr, place_ptr, count_ptr, out_ptr, H, x_stride, BLOCK_H: tl.constexpr):
-    """Copy the rows of x at some places, one below the other."""
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(count_ptr):
-        place = tl.load(place_ptr + row).to(tl.int64)
-        for start in range(0, H, BLOCK_H):
-            cols = start + tl.arange(0, BLOCK_H)
-            x = tl.load(x_ptr + place * x_stride + cols, mask=cols < H, other=0.0)
-            tl.store(out_ptr + row * H + cols, x, mask=cols < H)
-
-
-@jit
 def classes_kernel(
     x_ptr, w_ptr, bias_ptr, id_ptr, column_ptr, counts_ptr, y_ptr, slope_ptr, K, V, H, x_stride, w_stride_v,
     w_stride_h, ignore_index, first_class, num_classes, inner, outer, softcap,

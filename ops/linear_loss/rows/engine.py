@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
-from llmk.ops.linear_loss.rows.classes import Classes, Numbering
+from llmk.ops.linear_loss.rows._classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.plan import Plan
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, Weights
 from llmk.ops.linear_loss.rows.projection import (
@@ -44,14 +44,13 @@ from llmk.ops.linear_loss.rows.softmax import (
 )
 from llmk.ops.linear_loss.rows.support import Support
 from llmk.ops.linear_loss.rows.transform import Transform
-from llmk.registry import gradient_of
 
 
 class Objective(Protocol):
-    """A loss as a function of what rows give."""
+    """A loss of what rows give, which autograd differentiates."""
 
-    def value(self, rows: slice, results: RowResults) -> Tensor:
-        """Return the sum over some rows, which are whole groups."""
+    def gradients(self, rows: slice, results: RowResults) -> RowGradients:
+        """Return the gradients of the results of some rows, which are whole groups."""
         ...
 
 
@@ -301,9 +300,9 @@ def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) ->
         part = p[: block.stop - block.start]
         stats, results, largest = rows.results(chunk, classes, part if rows.projection.keeps_exponentials else None)
         parts.add(stats, results, largest)
-        _, grads = gradient_of(lambda *given, block=block: objective.value(block, RowResults(*given)), *results[:4])
-        serves = rows.exponentials_serve(given := RowGradients(*grads))
-        gradients.add(chunk, rows.matrix_of(chunk, classes, stats, given, part, serves))
+        grads = objective.gradients(block, results)
+        serves = rows.exponentials_serve(grads)
+        gradients.add(chunk, rows.matrix_of(chunk, classes, stats, grads, part, serves))
     return parts
 
 

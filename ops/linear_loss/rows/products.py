@@ -23,12 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llmk.ops.linear_loss.rows._classes import Classes, Numbering
 from llmk.ops.linear_loss.rows._products_kernels import (
     bias_gradient_kernel,
     classes_kernel,
     coefficients_kernel,
     combine_kernel,
-    gather_kernel,
     input_gradient_kernel,
     logits_kernel,
     put_entries_kernel,
@@ -36,7 +36,6 @@ from llmk.ops.linear_loss.rows._products_kernels import (
     statistics_kernel,
     weight_gradient_kernel,
 )
-from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.softmax import STATISTICS
 from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import cdiv, empty, next_power_of_2, num_programs, wrap_triton
@@ -253,12 +252,6 @@ def exponential_coefficients(
         factor, LEAST_FACTOR, BLOCK_M=128, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def gathered(x: Tensor, place: Tensor, count: Tensor, out: Tensor) -> None:
-    """Copy the rows of x at the first `count` places to `out`."""
-    M, H = x.shape
-    wrap_triton(gather_kernel)[(M,)](x, place, count, out, H, x.stride(0), BLOCK_H=row_block(H), num_warps=4)
 
 
 def scale_rows(

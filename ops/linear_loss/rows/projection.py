@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard, ordered
+from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard, gather_rows, ordered
 from llmk.ops.linear_loss.rows import products
-from llmk.ops.linear_loss.rows.classes import Classes, Numbering, largest_over_ranks
+from llmk.ops.linear_loss.rows._classes import Classes, Numbering, largest_over_ranks
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, Rows, Weights
 from llmk.ops.linear_loss.rows.softmax import RowGradients, Statistics, relative_to, with_classes
 from llmk.registry import cdiv
@@ -180,7 +180,7 @@ class KernelProjection:
         """Make the exponentials again of rows whose own class is far below the largest, relative to that."""
         place, number = ordered(far, torch.int32)
         scratch = self.scratch_rows(rows.x.shape[0])
-        products.gathered(rows.x, place, number, scratch)
+        gather_rows(rows.x, place, scratch, number)
         weights = self.weights._replace(class_weight=None)
         products.launch_logits(Rows(scratch, reference, rows.own, number), weights, p, place=place)
 
