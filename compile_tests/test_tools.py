@@ -1,6 +1,7 @@
 """Programs of `tools/`: what they see, and that they do not see what is not there."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from llmk.registry.devices import INTERPRET
 from tools import snapshot
 
+ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: a snapshot is of plain PyTorch")
 
 
@@ -52,3 +54,10 @@ def test_a_snapshot_sees_what_has_gone(part: str) -> None:
     before = now | {part: now[part] | {"gone": "()"}, "results": {"not asked for": "1"}}
     assert list(snapshot.differences(before, now)) == [f"{part}: gone\n  before ()\n  after  not there"]
     assert list(snapshot.differences(before | {part: now[part]}, now)) == []
+
+
+def test_every_program_is_in_the_list() -> None:
+    """That CONTRIBUTING has of them."""
+    programs = {path.stem for path in (ROOT / "tools").glob("*.py") if "__main__" in path.read_text()}
+    listed = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Programs\n")[2]
+    assert programs == set(re.findall(r"^\| `(\w+)` \|", listed, re.MULTILINE))
