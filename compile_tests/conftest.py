@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels: also worth running with the kernels in Triton's interpreter")
-    config.addinivalue_line("markers", "breadth: one more of a kind that is tested; `make breadth` runs it")
+    config.addinivalue_line("markers", "breadth: one more of a kind that is tested; `--breadth` runs it")
     if INTERPRET:
         _refuse_masks_of_numbers()
         from llmk.opcheck.interpreter import interpreter, patching_once
@@ -63,7 +63,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--breadth"):
-        skip = pytest.mark.skip(reason="one more of its kind: `make breadth` runs it")
+        skip = pytest.mark.skip(reason="one more of its kind: `--breadth` runs it")
         for item in items:
             if item.get_closest_marker("breadth") is not None:
                 item.add_marker(skip)

@@ -1,6 +1,7 @@
 """Programs of `tools/`: what they see, and that they do not see what is not there."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from torch import Tensor
 from llmk.registry.devices import INTERPRET
 from tools import snapshot
 
+ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: a snapshot is of plain PyTorch")
 
 
-def taken(file: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["snapshot", str(file), *arguments, "--only", "relu_squared", "sft"])
+def snapshotted(action: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["snapshot", action, str(file), "--only", "relu_squared", "sft"])
     return snapshot.main()
 
 
@@ -23,10 +25,10 @@ def test_a_snapshot_sees_one_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = tmp_path / "before.json"
-    assert taken(before, monkeypatch=monkeypatch) == 0
+    assert snapshotted("write", before, monkeypatch) == 0
     names = list(json.loads(before.read_text())["results"])
     assert {name.partition("[")[0] for name in names} == {"relu_squared", "losses.sft"}
-    assert taken(tmp_path / "again.json", "--against", str(before), monkeypatch=monkeypatch) == 0
+    assert snapshotted("compare", before, monkeypatch) == 0
     assert capsys.readouterr().out == f"0 differences, {len(names)} results\n"
     loss, make = snapshot.LOSSES["sft"]
 
@@ -35,19 +37,27 @@ def test_a_snapshot_sees_one_bit(
         return value, metrics | {name: torch.nextafter(each, each + 1) for name, each in list(metrics.items())[-1:]}
 
     monkeypatch.setitem(snapshot.LOSSES, "sft", (planted, make))
-    assert taken(tmp_path / "planted.json", "--against", str(before), monkeypatch=monkeypatch) == 1
+    assert snapshotted("compare", before, monkeypatch) == 1
     out = capsys.readouterr().out
     assert out.count("results: losses.sft") == 2
     assert out.endswith(f"2 differences, {len(names)} results\n")
 
 
-@pytest.mark.parametrize("part", ["signatures", "schemas"])
+@pytest.mark.parametrize("part", ["signatures", "schemas", "promises"])
 def test_a_snapshot_sees_what_has_gone(part: str) -> None:
     now: dict[str, dict[str, str]] = {
         "signatures": {"f": "(x)"},
         "schemas": {"g": "g(Tensor x) -> Tensor"},
+        "promises": {"h": "It returns."},
         "results": {},
     }
     before = now | {part: now[part] | {"gone": "()"}, "results": {"not asked for": "1"}}
     assert list(snapshot.differences(before, now)) == [f"{part}: gone\n  before ()\n  after  not there"]
     assert list(snapshot.differences(before | {part: now[part]}, now)) == []
+
+
+def test_every_program_is_in_the_list() -> None:
+    """That CONTRIBUTING has of them."""
+    programs = {path.stem for path in (ROOT / "tools").glob("*.py") if "__main__" in path.read_text()}
+    listed = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Programs\n")[2]
+    assert programs == set(re.findall(r"^\| `(\w+)` \|", listed, re.MULTILINE))

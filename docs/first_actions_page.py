@@ -1,4 +1,4 @@
-"""Writes what came out when `make first` began with each of many actions, as a table."""
+"""Writes what came out when `tools.first_actions_sweep` began with each of many actions, as a table."""
 
 import json
 from pathlib import Path

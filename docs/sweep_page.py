@@ -1,4 +1,4 @@
-"""Writes what came out when `make families` patched every family of transformers."""
+"""Writes what came out when `tools.families_sweep` patched every family of transformers."""
 
 import json
 from collections import defaultdict

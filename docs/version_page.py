@@ -1,4 +1,4 @@
-"""Writes the table of the releases of PyTorch that `make matrix` ran llmk on."""
+"""Writes the table of the releases of PyTorch that `tools.matrix` ran llmk on."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # compile_tests/ is not installed
 
-from compile_tests.helpers.matrix_checks import CHECKS  # noqa: E402 the path comes first
+from tools.matrix_checks import CHECKS  # noqa: E402 the path comes first
 
 RESULT = ROOT / "docs" / "versions.json"
 

@@ -1,11 +1,11 @@
 """A snapshot of what a change of the code's structure must leave as it is, and its comparison with an earlier one.
 
-    python -m tools.snapshot before.json                      # writes it
-    python -m tools.snapshot after.json --against before.json # and exits with 1 if they differ
+    python -m tools.snapshot write before.json
+    python -m tools.snapshot compare before.json  # with what is now; exits with 1 if they differ
 
-It has the signatures of what users import, the schemas of all operators, and hashes of the bits of the results of each
-record's samples, and of one call of each loss, on a CPU, with their gradients. Both must be taken on the same machine
-with the same number of threads: PyTorch's products depend on them.
+It has the signatures of what users import, the schemas of all operators, the names of opcheck's promises, and hashes of
+the bits of the results of each record's samples, and of one call of each loss, on a CPU, with their gradients. Both
+must be taken on the same machine with the same number of threads: PyTorch's products depend on them.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import llmk.losses
 import llmk.nn
 from compile_tests.helpers.loss_calls import LOSSES, given
 from llmk.opcheck.calls import call
+from llmk.opcheck.promises import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
 from llmk.registry import OPS, Op
 from llmk.registry.private.operators import schema_of
 
@@ -44,6 +45,11 @@ def schemas() -> Iterator[tuple[str, str]]:
         for each in (op, *op.kernel_ops):
             schema = str(schema_of(each.overload))
             yield schema.partition("(")[0], schema
+
+
+def promises() -> Iterator[tuple[str, str]]:
+    for promise in (*PROMISES, *INTERPRETER_PROMISES, *ASKED_PROMISES, *GPU_PROMISES):
+        yield promise.__name__, inspect.cleandoc(promise.__doc__ or "")
 
 
 def bits(tensors: Iterable[Tensor | None]) -> str:
@@ -87,7 +93,8 @@ def snapshot(names: Sequence[str]) -> dict[str, dict[str, str]]:
     results = {}
     for name in names:
         results |= results_of(OPS[name]) if name in OPS else results_of_loss(name)
-    return {"signatures": dict(signatures()), "schemas": dict(schemas()), "results": results}
+    parts = {"signatures": signatures, "schemas": schemas, "promises": promises}
+    return {name: dict(part()) for name, part in parts.items()} | {"results": results}
 
 
 def differences(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> Iterator[str]:
@@ -101,15 +108,15 @@ def differences(before: dict[str, dict[str, str]], after: dict[str, dict[str, st
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.snapshot", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path, help="where the snapshot is written, as JSON")
-    parser.add_argument("--against", type=Path, help="an earlier one, with which it is compared")
+    parser.add_argument("action", choices=["write", "compare"])
+    parser.add_argument("file", type=Path, help="the snapshot, as JSON")
     parser.add_argument("--only", nargs="+", choices=[*OPS, *LOSSES], help="operators and losses whose results it has")
     options = parser.parse_args()
     taken = snapshot(options.only or [*OPS, *LOSSES])
-    options.file.write_text(json.dumps(taken, indent=1) + "\n")
-    if options.against is None:
+    if options.action == "write":
+        options.file.write_text(json.dumps(taken, indent=1) + "\n")
         return 0
-    found = list(differences(json.loads(options.against.read_text()), taken))
+    found = list(differences(json.loads(options.file.read_text()), taken))
     print(*found, f"{len(found)} differences, {len(taken['results'])} results", sep="\n")
     return 1 if found else 0
 

@@ -13,9 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_tests.helpers.backend_checks import require_equal, results, rewritten
 from llmk.compiler import Report
-from llmk.compiler.formulas import Formula, Region
-from llmk.compiler.segments import segments
-from llmk.compiler.trace import traced
+from llmk.compiler.size_tensors import NEVER
 
 S = 6
 LOWEST = torch.finfo(torch.float32).min
@@ -97,47 +95,6 @@ def calls_of_attention(fn: Callable[..., Any], *args: Any) -> list[tuple[bool, b
     return found
 
 
-def values_of(formula: Formula, shape: torch.Size) -> Tensor:
-    index = torch.meshgrid(*map(torch.arange, shape), indexing="ij") if shape else ()
-    if isinstance(formula, Region):
-        inside = torch.ones(shape, dtype=torch.bool)
-        for line in formula.lines:
-            inside &= values_of(line, shape) >= 0
-        return torch.where(inside, formula.inside, formula.outside)
-    return torch.full(shape, formula.start) + sum(s * i for s, i in zip(formula.steps, index, strict=True))
-
-
-class Checked(torch.fx.Interpreter):
-    """Runs a graph, and holds every formula against what is there."""
-
-    seen = 0
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        value = super().run_node(n)
-        if "formula" in n.meta:
-            want = values_of(n.meta["formula"], value.shape).to(value.dtype)
-            torch.testing.assert_close(value, want, rtol=0, atol=0, msg=lambda text: f"{n.format_node()}: {text}")
-            self.seen += 1
-        return value
-
-
-@pytest.mark.parametrize("name", [*CAUSAL, *OTHERS])
-def test_formulas(name: str) -> None:
-    """At every position of every tensor on the way to a mask."""
-    checked: list[int] = []
-
-    def look(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        (segment,) = segments(gm)
-        interpreter = Checked(traced(gm, segment))  # type: ignore[arg-type]
-        interpreter.run(*example_inputs)
-        checked.append(interpreter.seen)
-        return gm
-
-    torch._dynamo.reset()
-    torch.compile(lambda x: x + (CAUSAL | OTHERS)[name](S).float(), backend=look)(torch.zeros(S, S))
-    assert checked[0] > 1
-
-
 @pytest.mark.parametrize("name", CAUSAL)
 def test_causal_mask(name: str) -> None:
     report = require_equal(attention, [CAUSAL[name], heads(), heads(), heads()])
@@ -154,6 +111,98 @@ def test_other_masks_are_left(name: str) -> None:
     assert len(report.left) == 1, str(report)
     for x, y in zip(got, results(attention, args), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+LONG: dict[str, Callable[[int, int], Tensor]] = {
+    "window of 40": lambda rows, n: CAUSAL["compared"](n) & (positions(n)[1] > positions(n)[0] - 40),
+    "window of 5000": lambda rows, n: CAUSAL["compared"](n) & (positions(n)[1] > positions(n)[0] - 5000),
+    "window of 8 times 8": lambda rows, n: (
+        CAUSAL["compared"](n) & (positions(n)[1] > positions(n)[0] - torch.full((), 8) * 8)
+    ),
+    "window of 30 and 30": lambda rows, n: CAUSAL["compared"](n) & (positions(n)[1] + 30 > positions(n)[0] - 30),
+    "the whole text from token 100 on": lambda rows, n: CAUSAL["compared"](n) | (positions(n)[0] >= 100),
+    "window of half of the text": lambda rows, n: CAUSAL["compared"](n) & (positions(n)[1] > positions(n)[0] - n // 2),
+    "hidden but the last 40": lambda rows, n: CAUSAL["compared"](n) & (positions(n)[1] >= n - 40),
+    "hidden at first": lambda rows, n: CAUSAL["compared"](n) & (positions(n)[1] >= n // 64),
+    "positions in 8 bits": lambda rows, n: positions(n)[1].to(torch.int8) <= positions(n)[0].to(torch.int8),
+    "positions in bfloat16": lambda rows, n: positions(n)[1].to(torch.bfloat16) <= positions(n)[0].to(torch.bfloat16),
+    "the whole text in later rows": lambda rows, n: (
+        CAUSAL["compared"](n) | (torch.arange(rows)[:, None, None, None] >= 50)
+    ),
+    "window as long as there are rows": lambda rows, n: (
+        CAUSAL["compared"](n) & (positions(n)[1] > positions(n)[0] - rows)
+    ),
+    "dropped": lambda rows, n: CAUSAL["compared"](n) & (torch.rand(n, n) < 1.0),
+}
+"""Masks of rows and tokens that hide what comes after a token while there are few, and something else then."""
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_masks_that_change_in_longer_texts_are_left(name: str) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, LONG[name](q.shape[0], q.shape[2]))
+
+    args = [heads(), heads(), heads()]
+    for x in args:
+        for axis in (0, 2):
+            torch._dynamo.maybe_mark_dynamic(x, axis)
+    assert calls_of_attention(attend, *args) == [(True, False)]
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, "long window"])
+@pytest.mark.parametrize("length", [200, 3000, None], ids=["short", "long", "any length"])
+def test_causal_masks_of_any_length(name: str, length: int | None) -> None:
+    """They are found at their own size, at others in its place, and where the size is a symbol."""
+    windows = {"wide window": 8, "long window": 32768}
+    wanted = name not in windows or windows[name] >= (length or NEVER)
+
+    def masked(n: int) -> Tensor:
+        q, k = positions(n)
+        return (k > q - windows[name]) & (k <= q) if name in windows else CAUSAL[name](n)
+
+    args = [heads(length=length or S) for _ in range(3)]
+    for x in args if length is None else ():
+        torch._dynamo.mark_dynamic(x, 2)
+    with torch.no_grad():
+        assert calls_of_attention(attention, masked, *args) == [(not wanted, wanted)]
+
+
+def given_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    n = q.shape[2]
+    return F.scaled_dot_product_attention(q, k, v, CAUSAL["compared"](n) & (positions(n)[1] > positions(n)[0] - window))
+
+
+def test_window_that_is_an_argument() -> None:
+    """A number that Dynamo has seen change is a symbol, and wide only in this call."""
+    run, seen = rewritten(given_window, Report()), []
+    for window in (100, 200, 3):
+        args = heads(), heads(), heads()
+        seen.append(run(*args, window) - given_window(*args, window))
+    torch.testing.assert_close(torch.stack(seen), torch.zeros(3, *seen[0].shape))
+
+
+def given_number(q: Tensor, k: Tensor, v: Tensor, number: float) -> Tensor:
+    n = q.shape[2]
+    return F.scaled_dot_product_attention(q, k, v, torch.full((n, n), number).triu(1))
+
+
+def test_number_that_is_an_argument() -> None:
+    run, args = rewritten(given_number, Report()), (heads(), heads(), heads())
+    for number in (-1.0, LOWEST, -2.0):
+        torch.testing.assert_close(run(*args, number), given_number(*args, number))
+
+
+def sliced(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    n = q.shape[2]
+    return F.scaled_dot_product_attention(q, k, v, torch.arange(1000)[:n] <= torch.arange(1000)[:n, None])
+
+
+def test_mask_that_ends() -> None:
+    """No length is tried that the graph does not take."""
+    args = [heads(), heads(), heads()]
+    for x in args:
+        torch._dynamo.mark_dynamic(x, 2)
+    assert calls_of_attention(sliced, *args) == [(False, True)]
 
 
 def test_mask_that_hides_nothing() -> None:
@@ -177,9 +226,15 @@ def padded(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask)
 
 
-def test_padding_is_left() -> None:
-    keep = torch.ones(2, S, dtype=torch.bool)
-    assert calls_of_attention(padded, heads(), heads(), heads(), keep) == [(True, False)]
+def padded_elsewhere(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
+    mask = CAUSAL["compared"](S) & ~pad[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+@pytest.mark.parametrize("fn", [padded, padded_elsewhere])
+def test_padding_is_left(fn: Callable[..., Any]) -> None:
+    """Whether it is told by True or by False: no number stands for what is in a tensor."""
+    assert calls_of_attention(fn, heads(), heads(), heads(), torch.ones(2, S, dtype=torch.bool)) == [(True, False)]
 
 
 def fewer_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

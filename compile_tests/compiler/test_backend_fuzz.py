@@ -23,7 +23,7 @@ from llmk.compiler.rules import all_rules
 
 pytest.importorskip("transformers")
 
-from compile_tests.helpers.backend_fuzz import Tally, as_it_is, check, programs, shrunk, usable
+from tools.backend_fuzz import Tally, as_it_is, check, programs, shrunk, usable
 
 
 @pytest.mark.parametrize("seed", some_of(range(8), range(3)))

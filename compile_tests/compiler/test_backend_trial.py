@@ -353,7 +353,7 @@ def test_sizes_are_found_that_fit(name: str) -> None:
 
 
 RULES = sorted(path for path in ROOT.glob("ops/**/*.py") if "compiler.patterns" in path.read_text())
-FOLLOWERS = [ROOT / "llmk" / "compiler" / name for name in ("attention.py", "mask_propagation.py", "spellings.py")]
+FOLLOWERS = [ROOT / "llmk" / "compiler" / name for name in ("attention.py", "spellings.py")]
 
 
 @pytest.mark.parametrize("path", [*RULES, *FOLLOWERS], ids=lambda path: str(path.relative_to(ROOT)))
@@ -363,9 +363,8 @@ def test_rules_read_nodes_through_their_schema(path: Path) -> None:
 
 
 def arguments_taken(tree: ast.Module) -> Iterator[str]:
-    made_for_trials = {id(x) for f in tree.body if getattr(f, "name", "") == "made_at" for x in ast.walk(f)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in ("args", "kwargs") and id(node) not in made_for_trials:
+        if isinstance(node, ast.Attribute) and node.attr in ("args", "kwargs"):
             yield ast.unparse(node)
 
 

@@ -107,7 +107,7 @@ def test_pages_of_operators_are_for_users(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_gallery_is_what_the_backend_makes() -> None:
     """Of one of its models, whose graph is made again."""
-    gallery = pytest.importorskip("compile_tests.helpers.gallery")
+    gallery = pytest.importorskip("tools.gallery")
     kept = json.loads(gallery.RESULT.read_text())
     assert list(kept["models"]) == list(gallery.PUBLIC)
     if kept["versions"] != {"torch": torch.__version__, "transformers": gallery.transformers.__version__}:

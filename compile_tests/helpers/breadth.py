@@ -1,4 +1,4 @@
-"""Parameters of a test of which a run takes some, and `make breadth` the others."""
+"""Parameters of a test of which a run takes some, and one with `--breadth` the others."""
 
 from collections.abc import Collection, Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The fenced blocks of README and documentation, as the tests and `make installed` run them."""
+"""The fenced blocks of README and documentation, as the tests and `tools.installed` run them."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Python files run as `python FILE ARGUMENTS` runs them, in processes forked from a server with their imports.
 
-A fork has the server's modules, so an import that a file lacks may go unseen: `make installed` and `make train` start
+A fork has the server's modules, so an import that a file lacks may go unseen: `tools.installed` and `make train` start
 fresh ones.
 """
 

@@ -1,7 +1,7 @@
 """Operators as people write them who have never seen llmk, registered in every way that PyTorch has.
 
-All of them are right: `make strangers` checks every promise of each on both paths of a CPU. The Triton kernels have no
-code for a CPU unless one says so.
+All of them are right: `python -m llmk.opcheck FILE --device cpu` checks every promise of each on both paths. The Triton
+kernels have no code for a CPU unless one says so.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -30,7 +30,7 @@ RIGHT = {op.name: op for op in vars(strangers).values() if isinstance(op, Op)}
 TRITON = ("add", "mysin", "softmax", "scale_")
 NO_CPU_CODE = ("add", "softmax", "scale_")
 SLOW = ("compiled", "no_recompile", "default_dtype", "default_device")
-"""The checks that take most of the time; `make strangers` runs them."""
+"""The checks that take most of the time; `python -m llmk.opcheck FILE` runs them."""
 
 
 @pytest.mark.kernels

@@ -1,4 +1,4 @@
-"""A fresh model may begin with anything. `make first` tries more families, in a process for each."""
+"""A fresh model may begin with anything. `tools.first_actions_sweep` tries more families, in a process for each."""
 
 import contextlib
 import warnings

@@ -23,8 +23,8 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from transformers.loss import loss_utils  # noqa: E402
 
 from compile_tests.helpers.families import assert_same_training, pair, small_model, tokens  # noqa: E402
-from compile_tests.helpers.families_sweep import built  # noqa: E402
 from llmk.transformers import patch  # noqa: E402
+from tools.families_sweep import built  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

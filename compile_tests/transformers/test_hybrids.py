@@ -22,7 +22,6 @@ from compile_tests.helpers.families import (  # noqa: E402
     small_model,
     tokens,
 )
-from compile_tests.helpers.families_sweep import built  # noqa: E402
 from compile_tests.helpers.recurrence_functions import (  # noqa: E402
     OTHER_DELTA_RULES,
     OTHER_SCANS,
@@ -31,6 +30,7 @@ from compile_tests.helpers.recurrence_functions import (  # noqa: E402
     Unscaled,
 )
 from llmk.transformers import patch  # noqa: E402
+from tools.families_sweep import built  # noqa: E402
 
 DELTA_RULES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp", "OlmoHybrid", "KimiLinear", "BailingHybrid")
 SCANS = ("Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2")

@@ -14,8 +14,8 @@ transformers = pytest.importorskip("transformers")
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 from compile_tests.helpers.families import assert_same_training, tokens  # noqa: E402
-from compile_tests.helpers.families_sweep import built, difference, further_away, outcome  # noqa: E402
 from llmk.transformers import patch  # noqa: E402
+from tools.families_sweep import built, difference, further_away, outcome  # noqa: E402
 
 CLASSES = {
     "BertForMaskedLM": "cls.predictions.decoder",

@@ -34,7 +34,7 @@ IN_EVERY_RUN = {
     ("rloo", "plain"), ("gmpo", "PEFT"), ("async_grpo", "accumulated"), ("distillation", "accumulated"),
     ("distillation_forward", "PEFT"), ("distillation_reverse", "checkpointed"),
 }  # fmt: skip
-"""Each trainer in one way; `make breadth` runs the others."""
+"""Each trainer in one way; `--breadth` runs the others."""
 
 CANCELLED = 4 * torch.finfo(torch.float32).eps * 5 * math.log(101)
 """The error that a difference of losses may have: advantages add up to zero, and each multiplies the exponential of a

@@ -4,7 +4,6 @@ A mask is a tensor of length times length, and keeps the fast kernels away; keys
 heads that share them are saved for the backward pass as often. The replacement is the same operator without either.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from llmk.compiler.formulas import Region, same
-from llmk.compiler.masks import disagreement
+from llmk.apart import apart_from_caller
 from llmk.compiler.patterns import (
     Arg,
     Call,
@@ -29,6 +27,8 @@ from llmk.compiler.patterns import (
     reshape_of,
     value_of,
 )
+from llmk.compiler.size_tensors import samples
+from llmk.compiler.sizes import NotSmall, same
 
 aten = torch.ops.aten
 OVERLOAD = aten.scaled_dot_product_attention.default
@@ -102,34 +102,41 @@ def hides_the_future(mask: Node, query: Tensor, key: Tensor) -> bool:
     Raises:
         NoMatch: It may hide other tokens.
     """
-    formula, shape = mask.meta.get("formula"), value_of(mask).shape
-    if not isinstance(formula, Region):
+    if "made" not in mask.meta:
         raise NoMatch("its mask is not made from sizes alone")
     if not same(query.shape[-2], key.shape[-2]):
         raise NoMatch("queries and keys are not known to be equally many")
-    if not equal(shape[-2:], (query.shape[-2], key.shape[-2])):
+    if not equal(value_of(mask).shape[-2:], (query.shape[-2], key.shape[-2])):
         raise NoMatch("its mask is not one of queries by keys")
-    region = formula.with_outside(False) if isinstance(formula.inside, bool) else hidden_outside(formula, query.dtype)
-    if region is None or region.inside != isinstance(formula.inside, bool):
+    return apart_from_caller(_hides_the_future, mask, query.dtype)
+
+
+def _hides_the_future(mask: Node, dtype: torch.dtype) -> bool:
+    possible = {True, False}
+    try:
+        for tensor, _ in samples(mask):
+            n, hidden = tensor.shape[-1], hidden_by(tensor, dtype)
+            future = torch.ones(n, n, dtype=torch.bool).triu(1)
+            possible = {causal for causal in possible if bool((hidden == (future & causal)).all())}
+            if not possible:
+                raise NoMatch(f"its mask of {n} tokens hides something else than what comes after each")
+    except NotSmall as why:
+        raise NoMatch(f"its mask cannot be computed for few tokens: {why}") from why
+    return False not in possible
+
+
+def hidden_by(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a mask hides: False in one of truth values, and no more than the lowest number of a dtype in another.
+
+    Raises:
+        NoMatch: It has other numbers than that and 0.
+    """
+    if mask.dtype == torch.bool:
+        return ~mask
+    hidden = mask <= torch.finfo(dtype).min
+    if not bool((hidden | (mask == 0)).all()):
         raise NoMatch("its mask is not made of true and false, or of 0 and the lowest number")
-    causal = (0,) * (len(shape) - 2) + (1, -1)
-    hiding = [line for line in region.lines if not line.at_least_zero(shape)]
-    if not all(same(line.start, 0) and equal(line.steps, causal) for line in hiding):
-        raise NoMatch("its mask may hide something else than what comes after a token")
-    lowest = 0.0 if isinstance(region.outside, bool) else region.outside
-    why = disagreement(mask.meta["made"], tuple(shape), bool(hiding), lowest)
-    if why is not None:
-        raise NoMatch(why)
-    return bool(hiding)
-
-
-def hidden_outside(formula: Region, dtype: torch.dtype) -> Region | None:
-    """Return the region of an additive mask with the number that hides outside, or None."""
-    for number in (-math.inf, torch.finfo(dtype).min):
-        region = formula.with_outside(number)
-        if region is not None and region.inside == 0:
-            return region
-    return None
+    return hidden
 
 
 def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:

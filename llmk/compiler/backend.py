@@ -10,7 +10,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from llmk.compiler import sums
 from llmk.compiler.effects import MutationsElsewhere
-from llmk.compiler.mask_propagation import remove_formula
 from llmk.compiler.replace import replace_all
 from llmk.compiler.report import EVERYTHING, Note, Report, module_of, noted, warn_once, with_report
 from llmk.compiler.rules import RewriteRule, all_rules, chosen
@@ -91,7 +90,7 @@ class Backend:
             return self._rewrite(gm, elsewhere(), may_drop)
         except Exception as error:  # a fault of ours must cost speed alone
             for node in before.nodes:
-                remove_formula(node)
+                node.meta.pop("made", None)
             gm.graph = before
             return [_failure("the backend", error)]
 
@@ -105,7 +104,7 @@ class Backend:
                     modes.follow(part)
                     notes += self._rewrite_inside(gm, part, elsewhere)
         for node in gm.graph.nodes:
-            remove_formula(node)  # what comes next may want to store the graph
+            node.meta.pop("made", None)  # what comes next may want to store the graph
         gm.graph.lint()
         gm.recompile()
         return notes

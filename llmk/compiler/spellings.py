@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from llmk.compiler.formulas import Line, Unknown
-from llmk.compiler.mask_propagation import formula_of
+from llmk.apart import apart_from_caller
 from llmk.compiler.patterns import (
     Call,
     Cast,
@@ -32,6 +31,8 @@ from llmk.compiler.patterns import (
     reshape_of,
     value_of,
 )
+from llmk.compiler.size_tensors import samples
+from llmk.compiler.sizes import NotSmall
 from llmk.registry.private.compilers import statically_known_true
 
 IN_FLOAT32 = Either(None, torch.float32)
@@ -279,17 +280,19 @@ def _is_whole(node: Node) -> bool:
 
 def _counts(node: Node, axis: int, shape: Any) -> bool:
     """Return True if a tensor, broadcast to this shape, holds the position along an axis."""
+    return "made" in node.meta and apart_from_caller(_are_positions, node, axis, tuple(shape))
+
+
+def _are_positions(node: Node, axis: int, shape: tuple[Any, ...]) -> bool:
     try:
-        line = formula_of(node, shape)
-    except Unknown:
+        for tensor, sizes in samples(node):
+            rows = sizes.of(shape)
+            places = torch.arange(rows[axis]).view(-1, *[1] * (len(rows) - axis - 1))
+            if not bool((tensor.expand(rows) == places).all()):
+                return False
+    except (NotSmall, RuntimeError):  # its shape is another one
         return False
-    steps = [int(i == axis) for i in range(len(shape))]
-    if not isinstance(line, Line) or not statically_known_true(line.start == 0):
-        return False
-    return all(
-        statically_known_true(step == wanted) or statically_known_true(size == 1)
-        for step, wanted, size in zip(line.steps, steps, shape, strict=True)
-    )
+    return True
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from llmk.compiler.formulas import same
 from llmk.compiler.patterns import OVERLOAD, name_of, value_of
+from llmk.compiler.sizes import same
 
 NAME = "sum_of_products"
 VIEWS = frozenset({"view", "reshape", "_unsafe_view"})

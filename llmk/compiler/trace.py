@@ -15,9 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from llmk.compiler.effects import mutated_by, mutations, storages
-from llmk.compiler.mask_propagation import copy_formula, propagate_formulas
 from llmk.compiler.patterns import name_of, value_of
 from llmk.compiler.segments import SIMPLE, Segment
+from llmk.compiler.size_tensors import copy_call, note_calls
 from llmk.registry.private.compilers import CHECKPOINT, MODE_CALLS
 
 LITERAL = "lift_fresh_copy"
@@ -30,7 +30,7 @@ class NotTraced(Exception):
 
 
 def checkpoint_body(gm: GraphModule, node: Node) -> GraphModule | None:
-    """Return the graph of a region that is computed again in the backward pass; its inputs have their formulas."""
+    """Return the graph of a region that is computed again in the backward pass, with `made` of its inputs."""
     if node.target is not CHECKPOINT or not isinstance(node.args[0], Node):
         return None
     body = getattr(gm, str(node.args[0].target), None)
@@ -38,7 +38,7 @@ def checkpoint_body(gm: GraphModule, node: Node) -> GraphModule | None:
         return None
     for given, placeholder in zip(node.args[1:], body.graph.find_nodes(op="placeholder"), strict=True):
         if isinstance(given, Node):
-            copy_formula(given, placeholder, given.meta.get("example_value"))
+            copy_call(given, placeholder, given.meta.get("example_value"))
     return body
 
 
@@ -87,8 +87,8 @@ def fake_mode_of(values: Iterable[Any]) -> Any:
 def traced(gm: GraphModule, segment: Segment) -> GraphModule:
     """Return the segment as a graph of ATen's operators, with its inputs as placeholders and its outputs as results.
 
-    A node's `meta` has `val`, its value, `needs_grad`, which is True if its gradient may be wanted, and the formulas of
-    `llmk.compiler.mask_propagation`, which the outputs in Dynamo's graph get too.
+    A node's `meta` has `val`, its value, `needs_grad`, which is True if its gradient may be wanted, and `made` of
+    `llmk.compiler.size_tensors`, which the outputs in Dynamo's graph get too.
 
     Raises:
         NotTraced: It cannot be traced, or the trace gives other tensors.
@@ -113,7 +113,7 @@ def traced(gm: GraphModule, segment: Segment) -> GraphModule:
     _require_same(segment, result)
     _require_whole(result)
     _note_gradients(result, examples)
-    _propagate_formulas(segment, result, examples)
+    _note_calls(segment, result, examples)
     return result
 
 
@@ -162,16 +162,16 @@ def _note_gradients(result: GraphModule, examples: list[Any]) -> None:
         node.meta["needs_grad"] = node in wanted or (passes and not memory.isdisjoint(storages(node)))
 
 
-def _propagate_formulas(segment: Segment, result: GraphModule, examples: list[Any]) -> None:
-    """Take the formulas of the inputs through the traced graph to the outputs in Dynamo's graph."""
+def _note_calls(segment: Segment, result: GraphModule, examples: list[Any]) -> None:
+    """Take what made the inputs through the traced graph to the outputs in Dynamo's graph."""
     for node, placeholder, value in zip(
         segment.inputs, result.graph.find_nodes(op="placeholder"), examples, strict=True
     ):
-        copy_formula(node, placeholder, value)
-    propagate_formulas(result, mutations(result.graph))
+        copy_call(node, placeholder, value)
+    note_calls(result, mutations(result.graph))
     for node, again in zip(segment.outputs, result.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
         if isinstance(again, Node):
-            copy_formula(again, node, node.meta.get("example_value"))
+            copy_call(again, node, node.meta.get("example_value"))
 
 
 def _is_integer(value: Any) -> bool:
@@ -214,7 +214,7 @@ def put_back(gm: GraphModule, segment: Segment, result: GraphModule) -> None:
         new = map_arg(again, copies.__getitem__)
         if isinstance(new, Node) and new.op != "placeholder":
             new.meta.setdefault("example_value", node.meta.get("example_value"))
-            copy_formula(node, new, node.meta.get("example_value"))
+            copy_call(node, new, node.meta.get("example_value"))
         for user in list(node.users):
             if user not in set(segment.nodes):
                 user.args = map_arg(user.args, lambda n, node=node, new=new: new if n is node else n)

@@ -17,9 +17,9 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from llmk.apart import apart_from_caller
-from llmk.compiler.masks import computed
 from llmk.compiler.patterns import OVERLOAD, name_of, value_of
 from llmk.compiler.shrink import candidates
+from llmk.compiler.size_tensors import computed
 from llmk.compiler.sizes import NotSmall, Sizes
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.inputs import with_default_dtype

@@ -170,7 +170,7 @@ def _key(question: Question) -> str:
         value = value_of(node)
         values = [_described(x) for x in (value if isinstance(value, tuple | list) else [value])]
         call = "" if node in question.inputs else f"{node.target} {show(node.args)} {show(sorted(node.kwargs.items()))}"
-        lines.append(f"{call} {values} {node.meta.get('needs_grad')} {_mask_of(node)}")
+        lines.append(f"{call} {values} {node.meta.get('needs_grad')} {node.meta.get('made', '')}")
     lines.append(
         show([*question.results[0], *question.results[1], question.ignored, str(question.autocast), *question.sizes])
     )
@@ -196,8 +196,3 @@ def _described(value: Any) -> str:
     if isinstance(value, torch.SymFloat):
         return f"SymFloat {hint_of(value)}"
     return f"{type(value).__name__} {value}"
-
-
-def _mask_of(node: Node) -> str:
-    """Return the formula of a mask, if it is known: then the trial computes the mask."""
-    return str(node.meta["formula"]) if "made" in node.meta else ""

@@ -61,6 +61,17 @@ def hints_of(size: torch.SymInt) -> dict[str, int]:
     return {symbol.name: int(hints[symbol]) for symbol in size.node.expr.free_symbols if symbol in hints}
 
 
+def constants_of(size: torch.SymInt) -> list[int]:
+    """The numbers in the expression of a size."""
+    return [int(x) for x in size.node.expr.atoms() if x.is_Integer]
+
+
+def largest(size: torch.SymInt, most: int) -> int:
+    """The largest number up to `most` that a size can be, by what its graph has asked of it."""
+    bound = attribute(size.node.shape_env, "bound_sympy", lambda _: None)
+    return most if bound is None else int(min(bound(size.node.expr).upper, most))
+
+
 def substituted(size: torch.SymInt, values: Mapping[str, int]) -> int:
     """The size where its symbols have these values."""
     expression = size.node.expr

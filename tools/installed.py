@@ -1,7 +1,8 @@
-"""`make installed`: what is built, in empty environments with the newest PyTorch that llmk says it supports.
+"""What `make wheel` has built, in empty environments with the newest PyTorch that llmk says it supports.
 
-The wheel and the source archive are installed in one each. There `python -m llmk` and an opcheck run, and every Python
-block of README and documentation as it is printed, away from the checkout. A release of CUDA is 3 GB to download.
+`python -m tools.installed`. The wheel and the source archive are installed in one each. There `python -m llmk` and an
+opcheck run, and every Python block of README and documentation as it is printed, away from the checkout. A release of
+CUDA is 3 GB to download.
 """
 
 import os
@@ -10,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compile_tests.helpers.matrix import TRANSFORMERS, VERSIONS
 from compile_tests.helpers.pages import PYTHON_PAGES, ROOT, script_of
+from tools.matrix import TRANSFORMERS, VERSIONS
 
 NEWEST = list(VERSIONS)[-1]
 WANTED = [f"torch=={NEWEST}", *VERSIONS[NEWEST], f"transformers=={TRANSFORMERS}"]

@@ -1,8 +1,8 @@
 """Every family of transformers, patched: is it still right, and what was replaced?
 
-`make families`. For each model type of transformers' mappings that builds from a tiny configuration, in a process of
-its own: loss and gradients in training, and logits in evaluation, patched and unpatched. The results go to
-docs/families.json, which the documentation shows.
+`python -m tools.families_sweep`, most of an hour of a core. For each model type of transformers' mappings that builds
+from a tiny configuration, in a process of its own: loss and gradients in training, and logits in evaluation, patched
+and unpatched. The results go to docs/families.json, which the documentation shows.
 """
 
 import argparse
@@ -21,10 +21,10 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from compile_tests.helpers.tiny_configs import CLASSES, tiny_config
 from llmk.transformers import Report, patch
+from tools.tiny_configs import CLASSES, tiny_config
 
-RESULT = Path(__file__).resolve().parents[2] / "docs" / "families.json"
+RESULT = Path(__file__).resolve().parents[1] / "docs" / "families.json"
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

@@ -1,6 +1,6 @@
 """Print a hash of the machine code of every kernel that workloads and samples launch, to compare two commits.
 
-python -m compile_tests.helpers.machine_code [OP ...] > before.txt
+python -m tools.machine_code [OP ...] > before.txt
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The checks that `make matrix` runs on each release: `python -m compile_tests.helpers.matrix_checks NAME`.
+"""The checks that `tools.matrix` runs on each release: `python -m tools.matrix_checks NAME`.
 
 The last line it writes says what it saw.
 
@@ -38,9 +38,9 @@ def imports() -> None:
     import numpy
     import transformers
 
-    import llmk
+    from llmk.registry import OPS
 
-    assert len(llmk.registry.OPS) > 0
+    assert len(OPS) > 0
     modules = {"torch": torch, "triton": triton, "numpy": numpy, "transformers": transformers}
     versions = {"python": platform.python_version()} | {name: module.__version__ for name, module in modules.items()}
     print(json.dumps(versions))

@@ -1,11 +1,13 @@
 """Operators that the backend finds in models of published packages, and whether anything changes.
 
-`python -m compile_tests.helpers.published_sweep [NAME ...]`, with x-transformers, vit-pytorch, diffusers and litgpt
+`python -m tools.published_sweep [NAME ...]`, with x-transformers, vit-pytorch, diffusers and litgpt
 installed as far as there; outside CI. Without names all models that can be imported are tried and docs/published.txt is
 written. What is there is counted in the unchanged model: norms and functions that turn features as they are called,
 gated units and losses as the example says. Then eager mode and the backend are compared: values, gradients, layout,
 random state.
 """
+# pyright: reportMissingImports=false
+# nothing of llmk's installs these packages
 
 import argparse
 import contextlib
@@ -27,10 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile_tests.helpers.backend_compare import difference, eager, exact_outcome, outcome, to_float64, with_backend
-from compile_tests.helpers.published_models import GPTWithRotation, Llama2
 from llmk.compiler import Report
+from tools.published_models import GPTWithRotation, Llama2
 
-RESULT = Path(__file__).resolve().parents[2] / "docs" / "published.txt"
+RESULT = Path(__file__).resolve().parents[1] / "docs" / "published.txt"
 KINDS = {
     "norms": ("rms_norm", "add_rms_norm", "layer_norm"),
     "gated units": ("swiglu", "geglu"),

@@ -43,8 +43,8 @@ class LlamaLayer(nn.Module):
         y = self.norm1(x)
         q, k, v = (w(y).view(*x.shape[:2], HEADS, D) for w in (self.wq, self.wk, self.wv))
         q, k = apply_rotary_to_pairs(q, k, cos[None, :, None], sin[None, :, None])
-        heads = (z.transpose(1, 2) for z in (q, k, v))
-        y = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).contiguous()
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
         x = x + self.wo(y.view(x.shape))
         y = self.norm2(x)
         return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
@@ -85,8 +85,8 @@ class GPTLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3 * HEADS, D).chunk(3, dim=-2)
         q, k = (apply_rotary_back(self.norm(y), cos[None, :, None], sin[None, :, None]) for y in (q, k))
-        heads = (z.transpose(1, 2) for z in (q, k, v))
-        y = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.out(y)
         return x + self.down(F.relu(self.up(self.norm(x))).square())
 

@@ -1,6 +1,6 @@
 """How long the first training step of a small Llama takes to compile: with the backend, and with Inductor alone.
 
-`python -m compile_tests.helpers.compile_time`. Every measurement is a process of its own with empty caches, on one
+`python -m tools.compile_time`. Every measurement is a process of its own with empty caches, on one
 thread; the two take turns. A function of one line is compiled before, so that nobody pays for what is imported and set
 up. Seconds are those of the processor, the C++ compiler's included, which other work on the machine does not change.
 """
@@ -18,7 +18,7 @@ import torch
 import llmk.compiler  # noqa: F401  (its name, for a checkout that is not installed)
 from compile_tests.helpers.families import small_model, tokens
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 BACKENDS = "inductor", "llmk"
 
 
@@ -42,7 +42,7 @@ def processor_seconds() -> float:
 def measured(backend: str, layers: int) -> float:
     """The same, in a process of its own with empty caches."""
     with tempfile.TemporaryDirectory() as cache:
-        program = [sys.executable, "-m", "compile_tests.helpers.compile_time"]
+        program = [sys.executable, "-m", "tools.compile_time"]
         command = [*program, "--layers", str(layers), "--backend", backend]
         env = os.environ | {
             "TORCHINDUCTOR_CACHE_DIR": cache,

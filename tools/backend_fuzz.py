@@ -1,12 +1,11 @@
 """A fuzzer of the compile backend: programs that grow from the patterns of its rules, and are then damaged.
 
-`make fuzz`, or `python -m compile_tests.helpers.backend_fuzz --seconds 600 --seed 0`. A program on which the backend
+`python -m tools.backend_fuzz --seconds 600 --seed 0`, on one core. A program on which the backend
 differs from eager mode and from AOTAutograd in anything that a caller sees is made as small as it stays wrong, and
 printed to be pasted. Those become tests in test_backend_found.py.
 """
 
 import argparse
-import os
 import signal
 import sys
 import time
@@ -273,5 +272,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
     sys.exit(main())

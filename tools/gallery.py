@@ -1,4 +1,4 @@
-"""What the backend makes of the graphs of twenty public models: `python -m compile_tests.helpers.gallery`.
+"""What the backend makes of the graphs of twenty public models: `python -m tools.gallery`.
 
 Each is a small model of the family, unchanged, with its loss. docs/gallery.json gets how many operations its graph had,
 and the graph after the rewriting as a list: the name of each operator of llmk, and between them numbers of others.
@@ -22,7 +22,7 @@ from llmk.compiler.patterns import name_of
 from llmk.compiler.segments import Segment, segments
 from llmk.compiler.trace import traced
 
-RESULT = Path(__file__).resolve().parents[2] / "docs" / "gallery.json"
+RESULT = Path(__file__).resolve().parents[1] / "docs" / "gallery.json"
 PUBLIC = (
     *("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text", "Phi3"),
     *("Olmo2", "Olmoe", "GptOss", "DeepseekV3", "Cohere", "Glm4Moe", "Granite", "FalconH1", "GPTNeoX", "Starcoder2"),

@@ -76,7 +76,7 @@ def tiny_config(config_class: Any) -> Any:
     """A configuration of this class of small sizes and without dropout; the ones inside it likewise."""
     default = config_class()
     names = default.to_dict()
-    values = {
+    values: dict[str, Any] = {
         name: size
         for size, group in SMALL.items()
         for name in group

@@ -1,7 +1,7 @@
 """Which first actions leave a fresh model right, for every mixture of transformers and ten other families.
 
-`make first`. Each family and way has a process of its own, each action a fresh model. The results go to
-docs/first_actions.json, which the documentation shows.
+`python -m tools.first_actions_sweep`, some hours of a core. Each family and way has a process of its own, each action a
+fresh model. The results go to docs/first_actions.json, which the documentation shows.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import transformers
 
-from compile_tests.helpers.families_sweep import RESULT as FAMILIES
-from compile_tests.helpers.families_sweep import built, families
 from compile_tests.helpers.first_actions import ACTIONS, WAYS, NotRun, first_action, words
-from compile_tests.helpers.tiny_configs import CLASSES
+from tools.families_sweep import RESULT as FAMILIES
+from tools.families_sweep import built, families
+from tools.tiny_configs import CLASSES
 
 RESULT = FAMILIES.with_name("first_actions.json")
 OTHERS = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "olmo2", "phi3", "granite", "cohere", "gpt_neox")
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def mixtures_of_transformers() -> list[str]:
-    """The model types whose experts `make families` saw replaced."""
+    """The model types whose experts `tools.families_sweep` saw replaced."""
     found = json.loads(FAMILIES.read_text())["causal"]["families"]
     return sorted(kind for kind, one in found.items() if "experts" in one.get("replaced", {}))
 

@@ -1,8 +1,8 @@
-"""`make matrix`: llmk on the releases of PyTorch that people install, each in an environment of its own.
+"""llmk on the releases of PyTorch that people install, each in an environment of its own.
 
-It makes the environments, runs the checks of matrix_checks.py in each, one after the other, and writes what came out
-to docs/versions.json, which the documentation shows. A release of CUDA is 3 GB to download and 6 GB on disk. The
-checks themselves run on a CPU: it says how the releases differ, not the GPUs.
+`python -m tools.matrix` makes the environments, runs the checks of matrix_checks.py in each, one after the other, and
+writes what came out to docs/versions.json, which the documentation shows. A release of CUDA is 3 GB to download and 6
+GB on disk. The checks themselves run on a CPU: it says how the releases differ, not the GPUs.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import time
 from datetime import date
 from pathlib import Path
 
-from compile_tests.helpers.matrix_checks import CHECKS
+from tools.matrix_checks import CHECKS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "versions.json"
 LONGEST = 3600  # seconds of a check
 TRANSFORMERS = "5.23.0"
@@ -58,7 +58,7 @@ def run_check(python: Path, name: str) -> dict[str, object]:
     """Return whether the check passed, the last line that it wrote, its seconds and its commit."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "TORCH"))}
     settings |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [python, "-W", "ignore", "-m", "compile_tests.helpers.matrix_checks", name]
+    command = [python, "-W", "ignore", "-m", "tools.matrix_checks", name]
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as caches:
         settings |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
