@@ -88,6 +88,17 @@ def _value_or_none(annotation: Any) -> Any:
     return next((each for each in members if _is_value(each)), None)
 
 
+def _maker(kind: Any) -> Callable[[Mapping[str, Any]], Any]:
+    """Return `from_arguments` of one kind, for arguments that have all its fields, or the fields of those."""
+    parts = {name: _maker(part) for name, part in _annotations(kind).items() if _is_value(part)}
+    names = list(_annotations(kind))
+
+    def make(given: Mapping[str, Any]) -> Any:
+        return kind(**{name: given[name] if name in given else parts[name](given) for name in names})
+
+    return make
+
+
 def _leaves(kind: type, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and type of each field, and in place of one that is a value itself those of its fields."""
     for name, annotation in _annotations(kind).items():
@@ -142,7 +153,7 @@ class CallOp(Generic[C]):
         fake: Callable[..., Any] | None,
         flops: Callable[..., int],
     ) -> None:
-        self.call_type = call_type
+        self._make = _maker(call_type)
         parameters, given = self._lay_out(list(_leaves(call_type))), list(inspect.signature(run).parameters.values())
         self.start = [issubclass(call_type, each.annotation) for each in given].index(True)
 
@@ -184,15 +195,14 @@ class CallOp(Generic[C]):
         end = self.start + self.fields
         given = dict(zip(self.names, args[self.start : end], strict=True))
         for each in self._optional:
-            value = from_arguments(each.kind, given)
+            value = each.kind(*[given[name] for name in _annotations(each.kind)])
             given[each.name] = value if any(value) else None
-        return *args[: self.start], from_arguments(self.call_type, given), *args[end:]
+        return *args[: self.start], self._make(given), *args[end:]
 
     def __call__(self, *args: Any) -> Any:
         call = args[self.start]
         optional = (part for each in self._optional for part in each.get(call) or each.nothing)
-        own = (get(call) for get in self._own)
-        return self.op(*args[: self.start], *own, *optional, *args[self.start + 1 :])
+        return self.op(*args[: self.start], *[get(call) for get in self._own], *optional, *args[self.start + 1 :])
 
     def save_call(self, ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
         """In a `setup_context`: save the call, with which the arguments begin, and some results."""

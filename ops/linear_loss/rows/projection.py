@@ -123,12 +123,8 @@ class KernelProjection:
 
     def __init__(self, x: Tensor, weights: Weights, shard: VocabShard | None) -> None:
         self.x, self.weights, self.shard = x if x.stride(-1) == 1 else x.contiguous(), weights, shard
-        self.p_dtype = x.dtype
+        self.p_dtype, self.V = x.dtype, weights.weight.shape[0]
         self.scratch = torch.empty((0,), dtype=x.dtype, device=x.device)
-
-    @property
-    def V(self) -> int:
-        return self.weights.weight.shape[0]
 
     @property
     def keeps_exponentials(self) -> bool:
@@ -219,11 +215,8 @@ class MatrixProjection:
         dtype, weight, bias = x.dtype, weights.weight.float(), weights.bias
         self.x, self.shard, self.rounded_to = x.float(), shard, dtype if weights.transform.rounded else None
         self.weights = weights._replace(weight=weight, bias=None if bias is None else bias.float())
+        self.V = weight.shape[0]
         self._shared: tuple[slice, Tensor] | None = None
-
-    @property
-    def V(self) -> int:
-        return self.weights.weight.shape[0]
 
     def _rounded(self, z: Tensor) -> Tensor:
         return z if self.rounded_to is None else z.to(self.rounded_to).float()
