@@ -1,5 +1,6 @@
 """Running an operator on a sample: fresh inputs, the chosen ones wanting gradients, and what came out."""
 
+import math
 import re
 import traceback
 from bisect import bisect_left
@@ -240,7 +241,8 @@ def _require_accurate(
     if violation is not None:
         has_same_shape = actual.is_floating_point() and actual.shape == exact.shape
         first = _first_wrong(actual, exact, inputs, reference.error_bound(i, DRAWS), factor) if has_same_shape else ""
-        raise BrokenPromise(f"{reference.sample}: {name}: {violation}{first}", wrong=name)
+        size = violation.error / max(violation.allowed, 1e-300) if isinstance(violation, Violation) else math.inf
+        raise BrokenPromise(f"{reference.sample}: {name}: {violation}{first}", name, size)
 
 
 def _first_wrong(

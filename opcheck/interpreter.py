@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmk.opcheck.inputs import BrokenPromise
+from llmk.opcheck.inputs import MEMORY, BrokenPromise
 from llmk.opcheck.loops import MOST_TURNS, counting_turns, turns
 from llmk.opcheck.offsets import NUMBER, PRODUCT, PROGRAM, origins_of, traced, typed_range
 from llmk.registry.private.kernels import interpreter as find_interpreter
@@ -31,6 +31,9 @@ _WRAPPED = -(2**29)
 
 class OutOfBounds(BrokenPromise):
     """A program touched what is no element of its arguments."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, MEMORY)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from llmk.opcheck.calls import (
     require_accurate,
     resized,
 )
-from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, copy_with_layout, note
+from llmk.opcheck.inputs import MEMORY, BrokenPromise, NothingToCheck, copy_with_layout, note
 from llmk.opcheck.loops import EndlessLoop, kernels_of, unbounded_loops
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
@@ -33,7 +33,7 @@ def in_bounds(op: Op, samples: Sequence[Sample]) -> None:
     """2: no program reads or writes what is no element of its kernel's arguments."""
     _, astray = _launches(op, samples)
     if astray:
-        raise BrokenPromise(astray[0])
+        raise BrokenPromise(astray[0], MEMORY)
 
 
 def any_program_order(op: Op, samples: Sequence[Sample]) -> str:
@@ -41,7 +41,7 @@ def any_program_order(op: Op, samples: Sequence[Sample]) -> str:
     floats, which are rounded in that order, are only noted.
     """
     watch, _ = _launches(op, samples)
-    _raise_first(watch.races)
+    _raise_first(watch.races, MEMORY)
     return next(iter(watch.reordered_sums), "")
 
 
@@ -71,9 +71,9 @@ def every_kernel_ends(op: Op, samples: Sequence[Sample]) -> None:
     _raise_first([loop for kernel in kernels for loop in unbounded_loops(kernel)])
 
 
-def _raise_first(found: Sequence[str]) -> None:
+def _raise_first(found: Sequence[str], wrong: str = "") -> None:
     if found:
-        raise BrokenPromise(found[0])
+        raise BrokenPromise(found[0], wrong)
 
 
 _last: "tuple[Sequence[Sample], tuple[Watch, list[str]]] | None" = None

@@ -42,6 +42,7 @@ from llmk.opcheck.gradient_promises import (
     undefined_gradients,
 )
 from llmk.opcheck.inputs import (
+    MEMORY,
     BrokenPromise,
     NothingToCheck,
     Outcome,
@@ -60,7 +61,7 @@ from llmk.opcheck.kernel_promises import (
     long_offsets,
     no_float_atomics,
 )
-from llmk.opcheck.nan_fill import nan_filled, require_all_written
+from llmk.opcheck.nan_fill import ZeroFilled, nan_filled, require_all_written
 from llmk.opcheck.reference import Change
 from llmk.opcheck.refusal_promises import refuses_transforms, second_derivatives
 from llmk.opcheck.row_promises import batch_invariant
@@ -139,7 +140,7 @@ def no_mutation(op: Op, samples: Sequence[Sample]) -> None:
             torch.autograd.backward(outputs, grads)
         for name, (tensor, before, version) in watched.items():
             if not same_bits(tensor, before) or tensor._version != version:
-                raise BrokenPromise(f"{sample}: {name} was mutated")
+                raise BrokenPromise(f"{sample}: {name} was mutated", MEMORY)
 
 
 def no_alias(op: Op, samples: Sequence[Sample]) -> None:
@@ -166,14 +167,14 @@ def no_alias(op: Op, samples: Sequence[Sample]) -> None:
                 continue
             address = tensor.untyped_storage().data_ptr()
             if address in owners and not aliases.get(name, frozenset()) & aliases.get(owners[address], frozenset()):
-                raise BrokenPromise(f"{sample}: {name} shares memory with {owners[address]}")
+                raise BrokenPromise(f"{sample}: {name} shares memory with {owners[address]}", MEMORY)
             owners[address] = name
         if any(sample is other for other in twice):
             again = call(op, sample)  # while all of the first call's tensors are there
             for result, tensor in zip(again.names(), again.results(), strict=True):
                 if tensor is not None and tensor.numel() and tensor.untyped_storage().data_ptr() in owners:
                     before = owners[tensor.untyped_storage().data_ptr()]
-                    raise BrokenPromise(f"{sample}: {result} shares memory with {before} of the call before")
+                    raise BrokenPromise(f"{sample}: {result} shares memory with {before} of the call before", MEMORY)
 
 
 def _transposed(tensor: Tensor) -> Tensor:
@@ -237,7 +238,12 @@ def every_element_written(op: Op, samples: Sequence[Sample]) -> None:
     for sample in samples:
         with nan_filled():
             outcome = call(op, sample)
-        require_all_written(op, sample, outcome)
+
+        def zero_filled(sample: Sample = sample) -> Outcome:
+            with ZeroFilled():
+                return call(op, sample)
+
+        require_all_written(op, sample, outcome, zero_filled)
 
 
 PROMISES: tuple[Promise, ...] = (
