@@ -182,6 +182,32 @@ def adapted(op: Op, device: torch.device, dtypes: Sequence[torch.dtype]) -> Op:
     )
 
 
+def registered(op: Op) -> Any:
+    """Return the operator itself, whose schema says all; None of a plain function."""
+    operator = op.overload.operator if isinstance(op.overload, Adapted) else op.overload
+    return operator if is_overload(operator) else None
+
+
+def declared_aliases(op: Op, outputs: int) -> dict[str, frozenset[str]]:
+    """Return the alias sets that the schema gives inputs and outputs, as opcheck names them, of so many outputs.
+
+    An argument that is mutated is an output as well, after those that are returned.
+    """
+    if registered(op) is None:
+        return {}
+    schema = schema_of(registered(op))
+    named = [(f"input {argument.name}", argument.alias_info) for argument in schema.arguments]
+    named += [(f"output {i}", result.alias_info) for i, result in enumerate(schema.returns)]
+    mutated = [a.alias_info for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    named += [(f"output {outputs - len(mutated) + i}", alias) for i, alias in enumerate(mutated)]
+    return {name: frozenset(alias.before_set) for name, alias in named if alias is not None}
+
+
+def returns_alias(op: Op) -> bool:
+    """Return True if the schema declares an output as an alias of an argument, which no compiled graph takes."""
+    return registered(op) is not None and any(result.alias_info for result in schema_of(registered(op)).returns)
+
+
 def form_of(operator: Any) -> Form:
     """The arguments of an overload or of a plain function."""
     return _form_of_schema(operator) if is_overload(operator) else _form_of_function(operator)

@@ -1,15 +1,18 @@
 """Broken promises by their cause, the gravest first: one wrong factor breaks fifteen promises and is one thing to mend.
 
 Promises have one cause if the same result is wrong in all of them, or if all end with the same error, whatever the
-sample, the dtype and the path. Where one result is wrong for two causes, the second is named once the first is mended.
+sample, the dtype and the path. An operator that mutates what it must not, or leaves memory unwritten, has wrong values
+and gradients for it: they are of the same cause. Where one result is wrong for two causes, the second is named once the
+first is mended.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from llmk.opcheck.inputs import MEMORY
 from llmk.opcheck.promises import INTERPRETER_PROMISES
-from llmk.opcheck.runner import Result
+from llmk.opcheck.runner import WORST, Result
 
 KINDS = ("wrong values", "wrong gradients", "memory", "compile", "habits")
 """From the gravest on."""
@@ -23,7 +26,6 @@ _PROMISES_OF = {
         "strided_gradient",
         "input_subsets",
         "undefined_gradients",
-        "second_derivatives",
     ),
     "memory": (
         "in_bounds",
@@ -55,6 +57,7 @@ _PROMISES_OF = {
         "no_host_sync",
         "default_dtype",
         "default_device",
+        "second_derivatives",
     ),
 }
 _KIND_OF = {promise: kind for kind, promises in _PROMISES_OF.items() for promise in promises}
@@ -93,19 +96,29 @@ def _listed(words: Iterable[str]) -> str:
 
 def causes(results: Sequence[Result]) -> list[Cause]:
     """Return the causes of what is broken, by operator, and of each the gravest first."""
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        if not result.passed:
-            groups.setdefault((result.op, result.wrong or _error_in(result)), []).append(result)
-    found = [_cause(group) for group in groups.values()]
-    operators = list(dict.fromkeys(result.op for result in results))
-    return sorted(found, key=lambda cause: (operators.index(cause.first.op), KINDS.index(cause.kind)))
+    found: list[Cause] = []
+    for operator in dict.fromkeys(result.op for result in results):
+        groups: dict[str, list[Result]] = {}
+        for result in results:
+            if not result.passed and result.op == operator:
+                groups.setdefault(result.wrong or _error_in(result), []).append(result)
+        if MEMORY in groups:  # what is read there, and the gradients made of it, are wrong for it
+            follow = [wrong for wrong in groups if wrong.startswith(("output ", "gradient of "))]
+            groups = {MEMORY: [r for wrong in (MEMORY, *follow) for r in groups.pop(wrong)]} | groups
+        causes = [_cause(group) for group in groups.values()]
+        found += sorted(causes, key=lambda cause: (cause.first.wrong != MEMORY, KINDS.index(cause.kind)))
+    return found
 
 
 def _cause(group: list[Result]) -> Cause:
-    """A promise about the kernels' code says most, then that about values and gradients, then the first asked."""
-    first = sorted(group, key=lambda result: (not _of_kernels(result), result.promise != "values_and_gradients"))
-    kinds = [_kind(first[0])] if _of_kernels(first[0]) else [_kind(result) for result in group]
+    """A promise about the kernels' code says most, then one about memory, then values, then the first asked."""
+
+    def rank(result: Result) -> tuple[bool, bool, bool]:
+        return not _of_kernels(result), result.wrong != MEMORY, result.promise != "values_and_gradients"
+
+    first = sorted(group, key=rank)
+    told_by_first = _of_kernels(first[0]) or first[0].wrong == MEMORY
+    kinds = [_kind(first[0])] if told_by_first else [_kind(result) for result in group]
     return Cause(min(kinds, key=KINDS.index), first)
 
 
@@ -114,6 +127,10 @@ def _of_kernels(result: Result) -> bool:
 
 
 def _kind(result: Result) -> str:
+    if result.promise == "second_derivatives":
+        return "habits"
+    if result.wrong == MEMORY:
+        return "memory"
     if result.wrong:
         return "wrong gradients" if result.wrong.startswith("gradient") else "wrong values"
     return _KIND_OF.get(result.promise, "wrong values")
@@ -123,6 +140,7 @@ def _error_in(result: Result) -> str:
     """Return the error that a message ends with, or all of it, without the sample and numbers that depend on it."""
     error = re.search(r"\b(\w+(Error|Exception)|Unsupported): .*", result.message)
     text = error[0] if error else result.message.rpartition("]: ")[2]
+    text = text.partition(WORST)[0]
     text = re.sub(r" \(\S+, line \d+\)$", "", text.partition("\n")[0])
     text = re.sub(r"-?\d[\d.e+-]*", "#", text)
     return re.sub(r"[(\[][#, ]*[)\]]", "#", text)

@@ -113,7 +113,8 @@ def second_backward(op: Op, samples: Sequence[Sample]) -> None:
         for which, gradients in zip(("second", "last"), others, strict=True):
             for name, a, b in zip(wanted, first, gradients, strict=True):
                 if not same_bits(a, b):
-                    raise BrokenPromise(f"{sample}: the {which} backward gives another gradient of {name}")
+                    words = f"{sample}: the {which} backward gives another gradient of {name}"
+                    raise BrokenPromise(words, f"gradient of {name}")
                 if b.requires_grad:
                     raise BrokenPromise(
                         f"{sample}: the gradient of {name} is part of a graph, which it keeps in memory"
@@ -212,4 +213,5 @@ def _or_zeros(tensor: Tensor) -> Tensor:
 def _require_zeros(sample: Sample, gradients: dict[str, Any]) -> None:
     for name, gradient in gradients.items():
         if bool((gradient.nan_to_num(0.0) != 0).any()):
-            raise BrokenPromise(f"{sample}: undefined incoming gradients give a gradient of {name} that is not zero")
+            words = f"{sample}: undefined incoming gradients give a gradient of {name} that is not zero"
+            raise BrokenPromise(words, f"gradient of {name}")

@@ -1,6 +1,7 @@
 """An operator's call: a sample's arguments made afresh, and what came of it."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,18 +11,22 @@ from torch import Tensor
 
 from llmk.registry import Op, Sample
 
+MEMORY = "memory"
+
 
 class BrokenPromise(AssertionError):
     """A check found that the operator does not keep what it promises.
 
     Args:
         message: What is broken, with the sample.
-        wrong: The result that is wrong, such as `output 0` or `gradient of input`, where it is one.
+        wrong: The result that is wrong, such as `output 0` or `gradient of input`, where it is one; or MEMORY, for
+            which results are wrong.
+        size: How many times larger than allowed its error is.
     """
 
-    def __init__(self, message: str, wrong: str = "") -> None:
+    def __init__(self, message: str, wrong: str = "", size: float = math.inf) -> None:
         super().__init__(message)
-        self.wrong = wrong
+        self.wrong, self.size = wrong, size
 
 
 class NothingToCheck(Exception):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmk.opcheck.inputs import BrokenPromise
+from llmk.opcheck.inputs import MEMORY, BrokenPromise
 from llmk.opcheck.loops import MOST_TURNS, counting_turns, turns
 from llmk.opcheck.offsets import NUMBER, PRODUCT, PROGRAM, origins_of, traced, typed_range
 from llmk.registry.private.kernels import interpreter as find_interpreter
@@ -32,6 +32,9 @@ _WRAPPED = -(2**29)
 class OutOfBounds(BrokenPromise):
     """A program touched what is no element of its arguments."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, MEMORY)
+
 
 @dataclass
 class Watch:
@@ -42,6 +45,7 @@ class Watch:
     kernels: dict[Any, Any] = field(default_factory=dict)
     endless: list[str] = field(default_factory=list)
     races: list[str] = field(default_factory=list)
+    reordered_sums: list[str] = field(default_factory=list)
     float_atomics: list[str] = field(default_factory=list)
     short_offsets: list[str] = field(default_factory=list)
 
@@ -86,6 +90,14 @@ class _Launch:
     named: dict[str, Tensor]
     order: Callable[[int, int], int]
     arguments: list[_Argument] = field(default_factory=list)
+    stored: list[np.ndarray] = field(default_factory=list)
+    summed: list[np.ndarray] = field(default_factory=list)
+    """Where the programs stored, and where they added by atomics: machine addresses."""
+
+    def sums_alone(self, addresses: np.ndarray) -> np.ndarray:
+        """Return which addresses are of sums by atomics, and of nothing else that was written."""
+        stored, summed = (np.concatenate([np.empty(0, np.uint64), *found]) for found in (self.stored, self.summed))
+        return np.isin(addresses, summed) & ~np.isin(addresses, stored)
 
     def move(self, tensor: Tensor) -> np.ndarray:
         """The address that the kernel is given for a tensor."""
@@ -207,11 +219,12 @@ def _watching_launch(original: Any) -> Any:
         if not all(has_numbers(tensor) for tensor in named.values()):
             return  # as a launch on a GPU does nothing while a fake tensor stands for its result
 
-        def run(order: Callable[[int, int], int] = _in_order) -> None:
+        def run(order: Callable[[int, int], int] = _in_order) -> _Launch:
             global _launch
-            _launch = _Launch(executor.fn.__name__, named, order)
+            launch = _launch = _Launch(executor.fn.__name__, named, order)
             try:
                 original(executor, *args, **kwargs)
+                return launch
             except interpreter.InterpreterError as error:
                 broken = _broken_promise(error)
                 if broken is None:
@@ -223,9 +236,10 @@ def _watching_launch(original: Any) -> Any:
         for watch in _watches:
             watch.launches += 1
         if any(watch.reorder for watch in _watches):
-            race = _race(run, named)
-            for watch in _watches:
-                watch.races += [f"{executor.fn.__name__}: {race}"] if race else []
+            for words, is_race in _order_dependent(run, named):
+                for watch in _watches:
+                    found = watch.races if is_race else watch.reordered_sums
+                    found.append(f"{executor.fn.__name__}: {words}")
         else:
             run()
 
@@ -238,13 +252,16 @@ def _broken_promise(error: BaseException | None) -> BrokenPromise | None:
     return error
 
 
-def _race(run: Callable[..., None], named: dict[str, Tensor]) -> str | None:
-    """Run a launch in order, and again in other orders: what came out otherwise, if anything did."""
+def _order_dependent(run: Callable[..., _Launch], named: dict[str, Tensor]) -> list[tuple[str, bool]]:
+    """Run a launch in order, and again in other orders: which elements came out otherwise, and whether it is a race.
+
+    It is none where nothing but atomics on floats wrote the element: its sum is rounded in the order of the programs.
+    """
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in named.values()}
     before = {address: storage.clone() for address, storage in storages.items()}
-    run()
+    in_order = run()
     after = {address: storage.clone() for address, storage in storages.items()}
-    race = None
+    found: dict[bool, str] = {}
     for order, orders in ((_reversed, "reversed"), (_shuffled, "shuffled")):
         for address, storage in storages.items():
             storage.copy_(before[address])
@@ -253,13 +270,24 @@ def _race(run: Callable[..., None], named: dict[str, Tensor]) -> str | None:
             expected = tensor.new_empty(0).set_(
                 after[tensor.untyped_storage().data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride()
             )
-            other = (_bits(tensor) != _bits(expected)).flatten().nonzero()
-            if other.numel() and race is None:
-                index = int(other[0])
-                race = f"element {index} of {name} depends on the order of the programs ({orders}): they race"
+            differ = _bits(tensor) != _bits(expected)
+            is_sum = in_order.sums_alone(_addresses(tensor)[differ.numpy()])
+            for index, sums in zip(differ.flatten().nonzero().flatten().tolist(), is_sum.tolist(), strict=True):
+                words = "it is a sum by atomics" if sums else "they race"
+                found.setdefault(
+                    not sums, f"element {index} of {name} depends on the order of the programs ({orders}): {words}"
+                )
     for address, storage in storages.items():
         storage.copy_(after[address])
-    return race
+    return [(words, is_race) for is_race, words in found.items()]
+
+
+def _addresses(tensor: Tensor) -> np.ndarray:
+    """The machine address of each element."""
+    offsets = np.zeros(tuple(tensor.shape), dtype=np.int64)
+    for axis, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+        offsets += stride * np.arange(size).reshape([-1 if i == axis else 1 for i in range(tensor.dim())])
+    return (tensor.data_ptr() + offsets * tensor.element_size()).astype(np.uint64)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -299,17 +327,22 @@ def _checking_load(original: Any) -> Any:
 
 def _checking_store(original: Any) -> Any:
     def store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        return original(builder, _found(pointers, mask, "stores to"), value, mask, *rest, **options)
+        found = _found(pointers, mask, "stores to")
+        if _launch is not None:
+            _launch.stored.append(_active(found, mask))
+        return original(builder, found, value, mask, *rest, **options)
 
     return store
 
 
 def _checking_atomic(original: Any) -> Any:
     def atomic(builder: Any, kind: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        found = _found(pointers, mask, "changes")
         if _launch is not None and pointers.get_element_ty().is_floating():
             for watch in _watches:
                 watch.float_atomics.append(f"{_launch.kernel}: tl.atomic_{kind.name.lower()} on floats")
-        return original(builder, kind, _found(pointers, mask, "changes"), value, mask, *rest)
+            (_launch.summed if kind.name == "FADD" else _launch.stored).append(_active(found, mask))
+        return original(builder, kind, found, value, mask, *rest)
 
     return atomic
 
@@ -408,6 +441,11 @@ def _checking_offset(original: Any) -> Any:
         return original(builder, pointer, offset)
 
     return add_offset
+
+
+def _active(pointers: Any, mask: Any) -> np.ndarray:
+    """The addresses that an access with this mask touches."""
+    return pointers.data[np.broadcast_to(np.asarray(mask.data, dtype=bool), pointers.data.shape)]
 
 
 @dataclass

@@ -11,6 +11,9 @@ The composition's error is measured on neighbouring inputs too, first on such as
 the same: with p = 0.99, p - 1 is what is left of two numbers a hundred times its size, and moves by less than the last
 place of p where the inputs move by theirs, so that every neighbour has the same p, and what it lost. So others are FAR
 enough to round it anew, and count where a result moves about as far as its error bound says: as a tangent goes.
+
+Where a result cancels, the composition may lose nothing and another order of the same sums something. So before a
+result is called wrong, the reference also runs with a rounding in every operation (`Roundings` in roundings.py).
 """
 
 from collections import OrderedDict
@@ -30,6 +33,7 @@ from llmk.opcheck.inputs import (
     differentiable_inputs,
     prepare,
 )
+from llmk.opcheck.roundings import Roundings
 from llmk.registry import Op, Sample
 
 REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, ArithmeticError)
@@ -59,6 +63,7 @@ class Reference:
         self.given = [grad if grad is None else grad.detach().clone() for grad in given]
         self.wanted = differentiable_inputs(op, sample) if any(grad is not None for grad in given) else []
         self._moved: dict[float, list[list[Tensor | None]]] = {}
+        self._rounded: dict[float, list[list[Tensor | None]]] = {}
 
     def nudge(self, seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
         return nudged(seed, dtype, by)
@@ -119,6 +124,29 @@ class Reference:
         """Return the composition's own rounding error in each element, the root mean square over the far inputs."""
         errors = [(composition - exact).square() for composition, exact in self.far(result)]
         return torch.stack(errors).mean(0).sqrt().nan_to_num(0.0, posinf=0.0)
+
+    def cancelled(self, result: int) -> Tensor:
+        """Return what roundings within the formula move each element by: those of float32, in which kernels compute.
+
+        Of an element that roundings to the result's dtype move by more than itself nothing is left to say how large its
+        terms are: it may be off by as much as any other such.
+        """
+        exact = self.exact[result]
+        assert exact is not None
+        moved = self._moved_within(result, self.unit(result))
+        lost = moved > exact.abs()
+        largest = torch.where(lost, moved, 0.0).max() if moved.numel() else moved
+        return torch.where(lost, largest, self._moved_within(result, torch.finfo(torch.float32).eps))
+
+    def _moved_within(self, result: int, unit: float) -> Tensor:
+        """Return the root mean square over some draws of a rounding in each operation."""
+        if unit not in self._rounded:
+            self._rounded[unit] = []
+            for seed in range(NEIGHBOURS):
+                with Roundings(seed, unit):
+                    self._rounded[unit].append(self.run(to_float64))
+        squares = [(rounded[result] - self.exact[result]).square() for rounded in self._rounded[unit]]  # type: ignore[operator]
+        return torch.stack(squares).mean(0).sqrt().nan_to_num(0.0, posinf=0.0)
 
     def unit(self, result: int) -> float:
         """Return the relative distance by which the inputs move for a result's error bound: the finest dtype's."""

@@ -36,10 +36,10 @@ def table(results: Sequence[Result]) -> str:
 
 
 def notes(results: Sequence[Result]) -> Iterator[str]:
-    """What was made for an operator, what it and another cost, or that a path has no code for it; each line once."""
-    empty = [result for result in results if result.verdict == "empty" and result.message]
+    """What was made for an operator, what is no fault but to be known, or that a path has no code; each line once."""
+    told = [result for result in results if result.passed and result.message]
     yield from dict.fromkeys(
-        f"{result.op} ({result.path}): {line}" for result in empty for line in result.message.splitlines()
+        f"{result.op} ({result.path}): {line}" for result in told for line in result.message.splitlines()
     )
 
 

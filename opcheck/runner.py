@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from llmk.opcheck.adapters import Adapted, adapted
+from llmk.opcheck.adapters import adapted, registered, returns_alias
 from llmk.opcheck.availability import BFLOAT16, interprets_bfloat16, what_else_runs_it
 from llmk.opcheck.comparison import HeldAgainst, costs_beside, resolved
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
@@ -31,7 +31,6 @@ from llmk.opcheck.signatures import Unrecorded, completed, record_of
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
 from llmk.registry.private.compilers import triton_ops_as_nodes
-from llmk.registry.private.operators import is_overload
 
 Check = tuple[str, str, str]
 """Operator, dtype and promise."""
@@ -41,7 +40,8 @@ Check = tuple[str, str, str]
 class Result:
     """The result of one operator, promise, dtype and path; with no calls there was nothing to check.
 
-    `wrong` is the output or gradient that is wrong, where a broken promise is about one.
+    The message says what is broken, or is a note. `wrong` is the output or gradient that is wrong, or `memory`, where a
+    broken promise is about one of these.
     """
 
     op: str
@@ -161,13 +161,19 @@ def promises_for(device: torch.device, names: Sequence[str] | None = None, skip:
 
 
 def applies(promise: Promise, op: Op) -> bool:
-    """Return False for what only llmk's own promise, and where Dynamo would have to trace interpreted kernels."""
+    """Return False for what only llmk's own promise, and where Dynamo cannot trace an operator.
+
+    It would have to trace interpreted kernels in a function, and it takes no declared alias.
+    """
     if op.is_own:
         return True
-    traceable = not INTERPRET or not isinstance(op.overload, Adapted) or is_overload(op.overload.operator)
+    traceable = not returns_alias(op) and (not INTERPRET or registered(op) is not None)
     return promise not in HABITS and (traceable or promise not in COMPILED)
 
 
+MOST_BROKEN = 4
+"""Samples that break a promise, after which it goes on to no other."""
+WORST = "; the worst of "
 RUNS = "runs"
 """The name of the check before all promises: the operator has code for this path."""
 SAMPLES, COSTS = "samples", "costs"
@@ -258,35 +264,54 @@ def _check_one(
     samples: Sequence[Sample],
     on_begin: Callable[[RunningCheck], None],
 ) -> Result:
-    name, calls, at = promise.__name__, 0, ""
+    name, calls = promise.__name__, 0
+    at: Sample | None = None
 
     def watch(sample: Sample) -> None:
         nonlocal calls, at
-        calls, at = calls + 1, f"{sample}: "
+        calls, at = calls + 1, sample
         on_begin(RunningCheck(op.name, dtype, name, str(sample)))
 
     on_begin(RunningCheck(op.name, dtype, name))
     start = time.perf_counter()
-    message = wrong = ""
-    try:
-        with watched_by(watch):
-            _run(promise, op, samples, device)
-    except NothingToCheck:
-        calls = 0
-    except BrokenPromise as error:
-        message, wrong = str(error), error.wrong
-    except Exception as error:  # an operator that raises where it should not is broken as well
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{at}{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
+    note, broken, left = "", [], list(samples)
+    while len(broken) < MOST_BROKEN:
+        try:
+            with watched_by(watch):
+                note = _run(promise, op, left, device)
+            break
+        except NothingToCheck:
+            calls = calls if broken else 0
+            break
+        except BrokenPromise as error:
+            broken.append(error)
+        except Exception as error:  # an operator that raises where it should not is broken as well
+            broken.append(_raised(error, at))
+        others = [sample for sample in left if sample is not at]
+        if len(others) in (0, len(left)) or not str(broken[-1]).startswith(str(at)):
+            break
+        left = others
     seconds = time.perf_counter() - start
-    return Result(op.name, str(device), dtype, path_taken(device), name, not message, message, seconds, calls, wrong)
+    worst = max(broken, key=lambda error: error.size, default=None)
+    message = note if worst is None else str(worst)
+    if len(broken) > 1:
+        message += f"{WORST}{len(broken)} samples" + (" or more" if len(broken) == MOST_BROKEN else "")
+    wrong = "" if worst is None else worst.wrong
+    return Result(op.name, str(device), dtype, path_taken(device), name, worst is None, message, seconds, calls, wrong)
 
 
-def _run(promise: Promise, op: Op, samples: Sequence[Sample], device: torch.device) -> None:
+def _raised(error: Exception, at: Sample | None) -> BrokenPromise:
+    """Return the broken promise of an operator that raises an error at a sample."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    words = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
+    return BrokenPromise(words if at is None else f"{at}: {words}")
+
+
+def _run(promise: Promise, op: Op, samples: Sequence[Sample], device: torch.device) -> str:
     if not samples:
         raise BrokenPromise("the record yields no samples")
     with _around(op, device):
-        promise(op, samples)
+        return promise(op, samples) or ""
 
 
 @contextlib.contextmanager

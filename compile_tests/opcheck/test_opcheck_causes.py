@@ -9,6 +9,7 @@ from compile_tests.helpers.mutants import record, square
 from compile_tests.helpers.report_pages import Outline, report
 from llmk.opcheck import check
 from llmk.opcheck.causes import causes
+from llmk.opcheck.inputs import MEMORY
 from llmk.opcheck.page import page
 from llmk.opcheck.runner import Result
 
@@ -27,10 +28,11 @@ def test_a_missing_factor_is_one_finding() -> None:
     assert cause.first.promise == "values_and_gradients"
     text = str(cause)
     assert text.startswith("wrong gradients: missing_factor float32 (reference) breaks values_and_gradients:\n")
-    assert "a matrix [(5, 7)]: gradient of input: " in text
-    assert "the first of 35 wrong elements, [0, 0], is " in text
+    assert "a larger one [(8, 8)]: gradient of input: " in text
+    assert "the first of 64 wrong elements, [0, 0], is " in text
     assert ", expected " in text
     assert ", where input is " in text
+    assert text.partition("\n  and")[0].endswith("; the worst of 2 samples")
     assert "scaled_gradient" in cause.others
     assert cause.others.startswith(f"and {len({r.promise for r in cause.results}) - 1} more promises: ")
 
@@ -90,3 +92,32 @@ def test_the_page_has_the_same_and_names_the_module() -> None:
 def test_a_right_operator_has_none() -> None:
     op = record("right", overload=torch.ops.aten.square.default)
     assert causes(check(op, only=["values_and_gradients"])) == []
+
+
+def test_what_is_wrong_for_its_memory_is_one_cause() -> None:
+    results = [
+        broken("values_and_gradients", "a [(2,)]: output 0: element 1 is 3, right is 4", "output 0"),
+        broken("compiled", "a [(2,)]: does not compile: InternalError: no"),
+        broken("scaled_gradient", "a [(2,)]: gradient of x: element 1 is 3, right is 4", "gradient of x"),
+        broken("no_mutation", "a [(2,)]: input x was mutated", MEMORY),
+    ]
+    memory, compiles = causes(results)
+    assert (memory.kind, memory.first.promise, len(memory.results)) == ("memory", "no_mutation", 3)
+    assert compiles.kind == "compile"
+
+
+def test_nan_that_is_computed_was_written() -> None:
+    """Unlike that of memory which nobody wrote."""
+
+    def computed(x: Tensor) -> Tensor:
+        y = x * x
+        y[..., -1] = float("nan")
+        return y
+
+    def unwritten(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        y[..., :-1] = (x * x)[..., :-1]
+        return y
+
+    found = [check(square(fn.__name__, fn), only=["every_element_written"])[0] for fn in (computed, unwritten)]
+    assert [result.passed for result in found] == [True, False]

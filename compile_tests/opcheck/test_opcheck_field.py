@@ -1,0 +1,35 @@
+"""opcheck on operators as the field has them: no finding in right ones."""
+
+import pytest
+import torch
+
+from compile_tests.helpers.field_right import IN_TRITON, RIGHT
+from llmk.opcheck import check
+from llmk.opcheck.causes import causes
+from llmk.opcheck.reports import notes
+from llmk.registry.devices import INTERPRET
+
+CPU = torch.device("cpu")
+SLOW = ("compiled", "no_recompile", "default_dtype", "default_device")
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", [*RIGHT, *IN_TRITON])
+def test_a_right_one_has_no_finding(name: str) -> None:
+    if (name in IN_TRITON) is not INTERPRET:
+        pytest.skip("the other run has it")
+    results = check((RIGHT | IN_TRITON)[name], skip=SLOW)
+    assert causes(results) == [], "\n".join(map(str, causes(results)))
+    verdicts = {result.promise: result.verdict for result in results}
+    assert verdicts["values_and_gradients"] == "kept"
+
+
+@pytest.mark.kernels
+def test_a_sum_by_atomics_is_noted() -> None:
+    """It depends on the order of the programs, as every sum in floating point does; what races is broken."""
+    if not INTERPRET:
+        pytest.skip("it is about the kernels")
+    (result,) = check(IN_TRITON["column_sum"], only=["any_program_order"])
+    assert result.passed
+    (note,) = notes([result])
+    assert note.endswith("of out_ptr depends on the order of the programs (reversed): it is a sum by atomics")
