@@ -393,7 +393,7 @@ class GroupsCall(LogprobsCall):
         raise NotImplementedError
 
     def terms(self, groups: slice) -> GroupTerms:
-        """Per-group terms for `groups`."""
+        """Return the loss of some groups, as a function of their log-probabilities and entropies."""
         raise NotImplementedError
 
     def grouped(self, values: Tensor) -> Tensor:
