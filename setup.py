@@ -12,5 +12,6 @@ setup(
             for name in find_packages(include=[pattern for name in LINKED for pattern in (name, f"{name}.*")])
         ),
     ],
+    py_modules=["llmk_pytest"],
     package_dir={f"llmk.{name}": name for name in LINKED},
 )

@@ -6,33 +6,35 @@ Options that are not given are taken from `[tool.llmk.opcheck]` in the pyproject
 
 import argparse
 import dataclasses
-import importlib
-import importlib.util
+import faulthandler
 import inspect
 import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from llmk.opcheck.adapters import adapted
+from llmk.opcheck.baseline import Accepted, accept, read_baseline, unused
 from llmk.opcheck.causes import causes
 from llmk.opcheck.comparison import HeldAgainst
 from llmk.opcheck.journal import Journal
+from llmk.opcheck.loading import NotLoaded, find_ops, named
 from llmk.opcheck.processes import Unit, check_in_processes
 from llmk.opcheck.reports import Place, annotations, notes, table, write_reports
-from llmk.opcheck.runner import Result, checks, path_taken, promise_named
+from llmk.opcheck.runner import Result, RunningCheck, checks, path_taken, promise_named
 from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer, sanitize_in_processes
 from llmk.opcheck.search import searches
 from llmk.opcheck.settings import words_of_table
-from llmk.opcheck.signatures import Unrecorded, record_of
+from llmk.opcheck.signatures import Unrecorded
 from llmk.registry import OPS, Op
 from llmk.registry.devices import INTERPRET
 
 UNITS_A_JOB = 6
+TIMEOUT = 1800
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -82,6 +84,15 @@ def _parser() -> _Parser:
         default=min(8, os.cpu_count() or 1),
         help="number of processes (default: one for each core)",
     )
+    parser.add_argument(
+        "--timeout",
+        type=_positive,
+        default=TIMEOUT,
+        metavar="SECONDS",
+        help=f"for one promise of one operator (default: {TIMEOUT}); where it does not end, its stack is shown",
+    )
+    parser.add_argument("--total", type=_positive, metavar="SECONDS", help="for the whole run (default: no limit)")
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help="findings that are accepted, with reasons (TOML)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results as one page for a browser")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the results as JUnit's XML")
@@ -210,39 +221,6 @@ def _promises(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def find_ops(names: Sequence[str]) -> list[Op]:
-    """The records of llmk's operators, of a Python file, or of a module."""
-    if not names:
-        return list(OPS.values())
-    found: list[Op] = []
-    for name in names:
-        if name in OPS:
-            found.append(OPS[name])
-            continue
-        if ":" in name:
-            found.append(record_of(_named(name), origin=name.partition(":")[0]))
-            continue
-        module = _load(name)
-        ops = [value for value in vars(module).values() if isinstance(value, Op)]
-        if not ops:
-            _refuse(f"{name} holds no llmk.registry.Op; name one of its operators: {name}:NAME")
-        found += ops
-    return found
-
-
-def _named(name: str) -> Any:
-    """Return the operator, function or record that `MODULE:NAME` names."""
-    module, _, path = name.partition(":")
-    found = _load(module)
-    for part in path.split("."):
-        if not hasattr(found, part):
-            _refuse(f"{module} has no {path}")
-        found = getattr(found, part)
-    if isinstance(found, type) or not (callable(found) or isinstance(found, Op)):
-        _refuse(f"{name} is no operator, function or llmk.registry.Op")
-    return found
-
-
 def _records(options: argparse.Namespace) -> list[Op]:
     """The records to check, held against the operator of `--reference`."""
     ops = find_ops(options.ops)
@@ -252,31 +230,9 @@ def _records(options: argparse.Namespace) -> list[Op]:
         _refuse(f"argument --reference: it is for one operator, and these are {len(ops)}")
     if ":" not in options.reference:
         _refuse(f"argument --reference: expected MODULE:NAME, got {options.reference!r}")
-    reference = _named(options.reference)
+    reference = named(options.reference)
     reference = reference.overload if isinstance(reference, Op) else reference
     return [dataclasses.replace(ops[0], reference=HeldAgainst(reference))]
-
-
-def _load(name: str) -> Any:
-    if name.endswith(".py"):
-        if not Path(name).is_file():
-            _refuse(f"no file {name}")
-        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        try:
-            spec.loader.exec_module(module)
-        except SyntaxError as error:
-            _refuse(f"{error.filename}, line {error.lineno}: {error.msg}")
-        return module
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name.partition(".")[0]:
-            raise
-        _refuse(f"{name!r} is no operator ({', '.join(OPS)}), file or module")
 
 
 class Progress:
@@ -320,15 +276,22 @@ def check_here(options: argparse.Namespace) -> None:
     """Check on the path that this process takes, and keep the journal."""
     journal = Journal(options.journal)
     done = {result.check for result in journal.results()}
+
+    def begin(running: RunningCheck) -> None:
+        if not running.sample and not options.search:  # faulthandler ends the process, whatever holds it up
+            faulthandler.dump_traceback_later(options.timeout, exit=True)
+        journal.note_running(running)
+
     for op in _records(options):
         where = options.device, _dtypes(options)
         if options.search:
             whole = adapted(op, options.device, _dtypes(options) or op.dtypes)
-            results = searches(whole, *where, options.search, options.seed or 0, journal.note_running, done)
+            results = searches(whole, *where, options.search, options.seed or 0, begin, done)
         else:
-            results = checks(op, *where, options.only, journal.note_running, done, skip=options.skip or ())
+            results = checks(op, *where, options.only, begin, done, skip=options.skip or ())
         for result in results:
             journal.note_result(result)
+    faulthandler.cancel_dump_traceback_later()
     journal.note_end()
 
 
@@ -356,16 +319,24 @@ def check_all(options: argparse.Namespace) -> list[Result]:
     passed_on = [word for option, values in given for value in values or () for word in (option, value)]
     if options.reference:
         passed_on += ["--reference", options.reference]
+    passed_on += ["--timeout", str(options.timeout)]
     if options.search:
         passed_on += ["--search", str(options.search), "--seed", str(options.seed or 0)]
     progress, found = Progress(len(units)), {}
-    for unit, results in check_in_processes(units, options.device, passed_on, options.jobs):
+    for unit, results in check_in_processes(units, options.device, passed_on, options.jobs, options.total):
         progress(str(unit))
-        found[unit] = results
+        found[unit] = _with_files(unit, results, options)
         in_order = [result for unit in units for result in found.get(unit, [])]
         _write(in_order, options)  # if stopped, what there is
     progress.clear()
     return [result for unit in units for result in found[unit]]
+
+
+def _with_files(unit: Unit, results: Sequence[Result], options: argparse.Namespace) -> list[Result]:
+    """The results of a unit, with its file before the names of operators that other files have too."""
+    count = Counter(op.name for op in options.records)
+    names = {op: f"{unit.names[0]}:{op.rpartition(':')[2]}" for op, times in count.items() if times > 1}
+    return [dataclasses.replace(result, op=names.get(result.op, result.op)) for result in results]
 
 
 def sanitize_all(options: argparse.Namespace) -> list[Result]:
@@ -389,7 +360,8 @@ def sanitize_all(options: argparse.Namespace) -> list[Result]:
 
 def _write(results: Sequence[Result], options: argparse.Namespace) -> None:
     files = {"as_json": options.json, "as_html": options.html, "as_junit": options.junit}
-    write_reports(results, options.device, **files, modules=_modules(options.records))
+    about = {"modules": _modules(options.records), "places": _places(options.records)}
+    write_reports(results, options.device, **files, **about)
 
 
 def _modules(ops: Sequence[Op]) -> list[str]:
@@ -401,13 +373,21 @@ def _modules(ops: Sequence[Op]) -> list[str]:
 def _places(ops: Sequence[Op]) -> dict[str, Place]:
     """The files of references below the current directory, and the lines where they begin."""
     found: dict[str, Place] = {}
-    for op in ops:
+    count = Counter(op.name for op in ops)
+    for op in (op for op in ops if count[op.name] == 1):
         reference = inspect.unwrap(op.reference)
         if inspect.isfunction(reference):
             file = Path(reference.__code__.co_filename).resolve()
             if file.is_relative_to(Path.cwd()):
                 found[op.name] = str(file.relative_to(Path.cwd())), reference.__code__.co_firstlineno
     return found
+
+
+def _baseline(options: argparse.Namespace) -> list[Accepted]:
+    try:
+        return read_baseline(options.baseline) if options.baseline else []
+    except ValueError as error:
+        _refuse(f"argument --baseline: {error}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -418,12 +398,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.call_samples:
         call_here(options)
         return 0
-    options.records = _records(options)  # what there is not, is said before anything is checked
+    _baseline(options)
+    try:
+        options.records = _records(options)  # what there is not, is said before anything is checked
+    except NotLoaded as error:
+        _refuse(str(error))
     if options.search or options.sanitize:
         _refuse_other_references(options)
     results = sanitize_all(options) if options.sanitize else check_all(options)
+    entries = _baseline(options)
+    results = accept(results, entries)
     print(table(results))
-    for line in notes(results):
+    for line in (*notes(results), *unused(results, entries)):
         print(line)
     for cause in causes(results):
         print(f"\n{cause}")
@@ -435,8 +421,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in annotations(results, _places(options.records)):
             print(line)
     count = Counter(result.verdict for result in results)
-    print(f"\n{count['kept']} promises kept, {count['broken']} broken, {count['empty']} with nothing to check")
-    if count["kept"] + count["broken"] == 0:
+    accepted = f" and {count['accepted']} accepted" if count["accepted"] else ""
+    print(
+        f"\n{count['kept']} promises kept, {count['broken']} broken{accepted}, {count['empty']} with nothing to check"
+    )
+    if count["kept"] + count["broken"] + count["accepted"] == 0:
         _refuse("nothing was checked: no promise of those asked for applies here")
     return 1 if count["broken"] else 0
 

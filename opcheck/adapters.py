@@ -184,7 +184,7 @@ def adapted(op: Op, device: torch.device, dtypes: Sequence[torch.dtype]) -> Op:
 
 def registered(op: Op) -> Any:
     """Return the operator itself, whose schema says all; None of a plain function."""
-    operator = op.overload.operator if isinstance(op.overload, Adapted) else op.overload
+    operator = overload_of(op.overload.operator if isinstance(op.overload, Adapted) else op.overload)
     return operator if is_overload(operator) else None
 
 

@@ -19,6 +19,7 @@ from llmk.opcheck.inputs import (
     copy_with_layout,
     differentiable_inputs,
     prepare,
+    same_bits,
 )
 from llmk.opcheck.reference import DRAWS, MORE_DRAWS, Reference, reference_for
 from llmk.registry import RULE, Op, Sample, Tolerance
@@ -124,6 +125,14 @@ def one_of_each(op: Op, samples: Sequence[Sample], *, layouts: bool = False) -> 
     return list(found.values())
 
 
+MOST_KINDS = 2
+
+
+def few_kinds(op: Op, samples: Sequence[Sample]) -> list[Sample]:
+    """The first of `one_of_each`, for what hardly depends on options."""
+    return one_of_each(op, samples)[:MOST_KINDS]
+
+
 WIDTHS = (1, 512, 16384)
 """Upper limits of one-column, short and wide rows; longer ones are long. Each width may run another kernel or sum."""
 
@@ -195,6 +204,10 @@ def tolerance_of(op: Op, dtype: torch.dtype) -> Tolerance:
     return op.tolerances.get(dtype, RULE)
 
 
+Judge = Callable[..., Violation | None]
+"""What `violation_of` is: of a reference, a result's index, the result and a factor."""
+
+
 def require_accurate(
     op: Op,
     sample: Sample,
@@ -208,41 +221,63 @@ def require_accurate(
     errors count as its too: where tensors are split among processes, products of fewer rows add up in another order. It
     is called if need be.
     """
+    formula_bound = None if op.error_bound is None else op.error_bound(**(op.bind(sample) | actual.inputs))
+
+    def judge(reference: Reference, i: int, result: Tensor, factor: float) -> Violation | None:
+        return violation_of(reference, i, result, factor, compositions, None if i else formula_bound)
+
+    _require(op, sample, actual, grads, judge)
+
+
+GROSS = 16.0
+"""How much larger than PyTorch's own a gross error is."""
+
+
+def require_no_gross_error(op: Op, sample: Sample, actual: Outcome) -> None:
+    """Hold every result against the reference where what is asked is whether it is right, not how exact.
+
+    An error may be GROSS times the composition's largest, the largest error bound, or what cancels.
+    """
+
+    def judge(reference: Reference, i: int, result: Tensor, factor: float) -> Violation | None:
+        composition, exact = reference.composition[i], reference.exact[i]
+        assert composition is not None
+        assert exact is not None
+        if accuracy_violation(result, composition, exact, GROSS) is None:
+            return None
+        moved = [exact + bound for bound in (reference.error_bound(i, DRAWS), reference.cancelled(i))]
+        return accuracy_violation(result, composition, exact, GROSS, [(near, exact) for near in moved])
+
+    _require(op, sample, actual, incoming_gradients, judge)
+
+
+def _require(
+    op: Op,
+    sample: Sample,
+    actual: Outcome,
+    grads: Callable[[Sequence[Tensor]], list[Tensor]],
+    judge: Judge,
+) -> None:
     factor = tolerance_of(op, float_dtype(op, sample)).factor
     reference = reference_for(op, sample, actual, grads)
-    formula_bound = None if op.error_bound is None else op.error_bound(**(op.bind(sample) | actual.inputs))
-    for i, output in enumerate(actual.outputs):
-        bound = None if i else formula_bound
-        _require_accurate(reference, f"output {i}", i, output, factor, compositions, actual.inputs, bound)
-    for name, gradient in actual.gradients.items():
-        i = reference.index_of(name)
-        _require_accurate(reference, f"gradient of {name}", i, gradient, factor, compositions, actual.inputs)
-
-
-def _require_accurate(
-    reference: Reference,
-    name: str,
-    i: int,
-    actual: Tensor | None,
-    factor: float,
-    compositions: Callable[[], Sequence[Outcome]],
-    inputs: Mapping[str, Tensor],
-    formula_bound: Tensor | None = None,
-) -> None:
-    exact = reference.exact[i]
-    if actual is None or reference.composition[i] is None or exact is None:
-        raise BrokenPromise(f"{reference.sample}: {name} is missing", wrong=name)
-    if actual.is_complex():
-        actual = comparable(actual)
-    if actual.is_floating_point():
-        violation = violation_of(reference, i, actual, factor, compositions, formula_bound)
-    else:
-        violation = _wrong_integer(reference, i, actual)
-    if violation is not None:
-        has_same_shape = actual.is_floating_point() and actual.shape == exact.shape
-        first = _first_wrong(actual, exact, inputs, reference.error_bound(i, DRAWS), factor) if has_same_shape else ""
-        size = violation.error / max(violation.allowed, 1e-300) if isinstance(violation, Violation) else math.inf
-        raise BrokenPromise(f"{reference.sample}: {name}: {violation}{first}", name, size)
+    for place, (name, result) in enumerate(zip(actual.names(), actual.results(), strict=True)):
+        i = place if place < len(actual.outputs) else reference.index_of(name.removeprefix("gradient of "))
+        exact = reference.exact[i]
+        if result is None or reference.composition[i] is None or exact is None:
+            raise BrokenPromise(f"{sample}: {name} is missing", name)
+        result = comparable(result) if result.is_complex() else result
+        if op.exact:
+            violation = _other_bits(result, reference.composition[i])
+        elif result.is_floating_point():
+            violation = judge(reference, i, result, factor)
+        else:
+            violation = _wrong_integer(reference, i, result)
+        if violation is not None:
+            has_same_shape = result.is_floating_point() and result.shape == exact.shape
+            bound = reference.error_bound(i, DRAWS) if has_same_shape else None
+            first = "" if bound is None else _first_wrong(result, exact, actual.inputs, bound, factor)
+            size = violation.error / max(violation.allowed, 1e-300) if isinstance(violation, Violation) else math.inf
+            raise BrokenPromise(f"{sample}: {name}: {violation}{first}", name, size)
 
 
 def _first_wrong(
@@ -260,6 +295,16 @@ def _first_wrong(
     where = f", where {' and '.join(there)}" if there else ""
     found = f"is {actual[place]:.6g}, expected {exact[place]:.6g}{where}"
     return f"; the first of {len(places)} wrong elements, {list(place)}, {found}"
+
+
+def _other_bits(actual: Tensor, right: Tensor | None) -> str | None:
+    if same_bits(actual, right):
+        return None
+    assert right is not None
+    if actual.shape != right.shape:
+        return f"the shape is {tuple(actual.shape)} where {tuple(right.shape)} is right"
+    index = int((actual != right).flatten().nonzero()[0])
+    return f"element {index} is {actual.flatten()[index].item()} where {right.flatten()[index].item()} is right"
 
 
 def _wrong_integer(reference: Reference, i: int, actual: Tensor) -> str | None:

@@ -9,12 +9,13 @@ first is mended.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llmk.opcheck.inputs import MEMORY
 from llmk.opcheck.promises import INTERPRETER_PROMISES
 from llmk.opcheck.runner import WORST, Result
 
-KINDS = ("wrong values", "wrong gradients", "memory", "compile", "habits")
+KINDS = ("wrong values", "wrong gradients", "memory", "side effects", "compile", "habits")
 """From the gravest on."""
 
 _PROMISES_OF = {
@@ -26,6 +27,9 @@ _PROMISES_OF = {
         "strided_gradient",
         "input_subsets",
         "undefined_gradients",
+        "two_calls",
+        "checkpointed",
+        "autocast",
     ),
     "memory": (
         "in_bounds",
@@ -39,6 +43,7 @@ _PROMISES_OF = {
         "memcheck",
         "racecheck",
     ),
+    "side effects": ("side_effects",),
     "compile": (
         "torch_opcheck",
         "compiled",
@@ -94,13 +99,28 @@ def _listed(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
+def described(cause: Cause, place: tuple[str, int] | None) -> dict[str, Any]:
+    """Return a cause for a report that programs read."""
+    return {
+        "kind": cause.kind,
+        "op": cause.first.op,
+        "promise": cause.first.promise,
+        "message": cause.first.message,
+        "promises": list(dict.fromkeys(result.promise for result in cause.results)),
+        "dtypes": list(dict.fromkeys(result.dtype for result in cause.results)),
+        "paths": list(dict.fromkeys(result.path for result in cause.results)),
+        "file": place[0] if place else None,
+        "line": place[1] if place else None,
+    }
+
+
 def causes(results: Sequence[Result]) -> list[Cause]:
     """Return the causes of what is broken, by operator, and of each the gravest first."""
     found: list[Cause] = []
     for operator in dict.fromkeys(result.op for result in results):
         groups: dict[str, list[Result]] = {}
         for result in results:
-            if not result.passed and result.op == operator:
+            if result.verdict == "broken" and result.op == operator:
                 groups.setdefault(result.wrong or _error_in(result), []).append(result)
         if MEMORY in groups:  # what is read there, and the gradients made of it, are wrong for it
             follow = [wrong for wrong in groups if wrong.startswith(("output ", "gradient of "))]

@@ -43,6 +43,8 @@ class Watch:
     reorder: bool = False
     launches: int = 0
     kernels: dict[Any, Any] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    swallowed: list[str] = field(default_factory=list)
     endless: list[str] = field(default_factory=list)
     races: list[str] = field(default_factory=list)
     reordered_sums: list[str] = field(default_factory=list)
@@ -226,6 +228,8 @@ def _watching_launch(original: Any) -> Any:
                 original(executor, *args, **kwargs)
                 return launch
             except interpreter.InterpreterError as error:
+                for watch in _watches:
+                    watch.failed.append(f"{executor.fn.__name__} fails: {str(error).partition(chr(10))[0]}")
                 broken = _broken_promise(error)
                 if broken is None:
                     raise

@@ -25,15 +25,16 @@ from llmk.registry.devices import INTERPRET
 if TYPE_CHECKING:
     from llmk.opcheck.interpreter import Watch
 
+_NO_LAUNCH = "it names a kernel, and launches none"
 _GPU_MEMORY = 60 * 2**30
 """Free bytes: on a GPU what lies between far rows is taken in earnest."""
 
 
 def in_bounds(op: Op, samples: Sequence[Sample]) -> None:
-    """2: no program reads or writes what is no element of its kernel's arguments."""
-    _, astray = _launches(op, samples)
-    if astray:
-        raise BrokenPromise(astray[0], MEMORY)
+    """2: no program reads or writes what is no element of its kernel's arguments, and no error of one is swallowed."""
+    watch, astray = _launches(op, samples)
+    _raise_first(astray, MEMORY)
+    _raise_first(watch.swallowed)
 
 
 def any_program_order(op: Op, samples: Sequence[Sample]) -> str:
@@ -88,8 +89,10 @@ def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
         astray: list[str] = []
         with watched(reorder=True) as watch:
             for sample in samples:
+                failed = len(watch.failed)
                 try:
                     call(op, sample)
+                    watch.swallowed += [f"{sample}: {words}, and the call returns" for words in watch.failed[failed:]]
                 except OutOfBounds as error:
                     astray.append(f"{sample}: {error}")
                 except EndlessLoop as error:
@@ -97,7 +100,7 @@ def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
         _last = samples, (watch, astray)
     watch, astray = _last[1]
     if not watch.launches:
-        raise NothingToCheck
+        raise NothingToCheck(_NO_LAUNCH if kernels_of([op.overload]) else "")
     for sample in samples:
         note(sample)
     return watch, astray

@@ -15,10 +15,11 @@ from llmk.opcheck.runner import Result
 
 Record = dict[str, Any]
 
-MARKS = {"kept": "✓", "broken": "✗", "empty": "·", "unasked": ""}
+MARKS = {"kept": "✓", "broken": "✗", "accepted": "≈", "empty": "·", "unasked": ""}
 WORDS = {
     "kept": "kept",
     "broken": "broken",
+    "accepted": "broken as accepted",
     "empty": "nothing to check",
     "unasked": "not asked",
 }
@@ -91,13 +92,13 @@ def page(report: Record) -> str:
 def verdict(result: Record) -> str:
     """A result's; one of an older report does not say how many calls were made."""
     if not result["passed"]:
-        return "broken"
+        return "accepted" if result.get("accepted") else "broken"
     return "kept" if result.get("calls", 1) else "empty"
 
 
 def verdict_of_all(results: Sequence[Record]) -> str:
     found = {verdict(result) for result in results}
-    return next((word for word in ("broken", "kept", "empty") if word in found), "unasked")
+    return next((word for word in ("broken", "accepted", "kept", "empty") if word in found), "unasked")
 
 
 def promises_in(results: Sequence[Record]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -29,17 +30,23 @@ class Unit:
 
 
 def check_in_processes(
-    units: Sequence[Unit], device: torch.device, options: Sequence[str], jobs: int
+    units: Sequence[Unit], device: torch.device, options: Sequence[str], jobs: int, longest: float | None = None
 ) -> Iterator[tuple[Unit, list[Result]]]:
-    """Check each unit in a process of its own, so many at a time; each is given as it ends."""
+    """Check each unit in a process of its own, so many at a time; each is given as it ends.
+
+    After `longest` seconds, if given, processes are ended: what they were at is broken, and what did not begin.
+    """
     threads = max(1, (os.cpu_count() or 1) // jobs)
+    end = None if longest is None else time.monotonic() + longest
     with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(check_in_process, unit, device, options, threads): unit for unit in units}
+        running = {pool.submit(check_in_process, unit, device, options, threads, end): unit for unit in units}
         for done in as_completed(running):
             yield running[done], done.result()
 
 
-def check_in_process(unit: Unit, device: torch.device, options: Sequence[str], threads: int) -> list[Result]:
+def check_in_process(
+    unit: Unit, device: torch.device, options: Sequence[str], threads: int, end: float | None = None
+) -> list[Result]:
     """Return all results of a unit. A process that dies breaks the promise it was at; another checks those after it."""
     # Processes side by side share the cores, and compile too little for those of Inductor to be worth starting.
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)} | os.environ | {"OMP_NUM_THREADS": str(threads)}
@@ -52,18 +59,33 @@ def check_in_process(unit: Unit, device: torch.device, options: Sequence[str], t
         command = [sys.executable, "-X", "faulthandler", "-m", "llmk.opcheck", *unit.names, "--device", str(device)]
         command += [*options, "--journal", str(journal.file)]
         while True:
-            process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            died = _run(command, environment, end)
             if journal.ended():
                 return journal.results()
             running = journal.unfinished()
             last = running or RunningCheck(", ".join(unit.names), "", "import")  # it died before its first check
             where = f" at the sample {last.sample}" if last.sample else ""
-            message = f"the process {_death(process.returncode)}{where}{_last_words(process.stderr)}"
+            message = f"{died[0]}{where}{died[1]}"
             journal.note_result(
                 Result(last.op, str(device), last.dtype, unit.path, last.promise, False, message, 0.0, calls=1)
             )
-            if running is None:
+            if running is None or (end is not None and time.monotonic() >= end):
                 return journal.results()
+
+
+def _run(command: Sequence[str], environment: dict[str, str], end: float | None) -> tuple[str, str]:
+    """Run a process, until a time at most: how it ended, and its last words."""
+    if end is not None and time.monotonic() >= end:
+        return "the time of the whole run was over before it began", ""
+    left = None if end is None else end - time.monotonic()
+    try:
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=left)
+    except subprocess.TimeoutExpired:
+        return "the time of the whole run was over", ""
+    timeout = _TIMEOUT.search(process.stderr)
+    if timeout is not None:
+        return f"it did not end in {timeout[1]}", _stack(process.stderr[timeout.start() :])
+    return f"the process {_death(process.returncode)}", _last_words(process.stderr)
 
 
 def _death(code: int) -> str:
@@ -73,6 +95,9 @@ def _death(code: int) -> str:
     return f"was killed by {name}" + (", as when memory runs out" if name == "SIGKILL" else "")
 
 
+MOST_FRAMES = 5
+_TIMEOUT = re.compile(r"^Timeout \((\S+?)\)!", re.MULTILINE)
+"""What faulthandler writes before the stacks of all threads."""
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
@@ -81,9 +106,23 @@ def _last_words(stderr: str) -> str:
     lines = stderr.strip().splitlines()
     if not any(line.startswith("Fatal Python error") for line in lines):
         return f": {lines[-1]}" if lines else ""
+    return next((f", in {frame}" for frame in _own_frames(lines)), "")
+
+
+def _stack(stderr: str) -> str:
+    """Return the frames of the operator in which the process was, the innermost first."""
+    frames = list(_own_frames(stderr.splitlines()))
+    return f", in {', called by '.join(frames[:MOST_FRAMES])}" if frames else ""
+
+
+def _own_frames(lines: Sequence[str]) -> Iterator[str]:
+    """The frames that are neither of Python's, nor of PyTorch, Triton, NumPy or opcheck."""
     for frame in filter(None, map(_FRAME.match, lines)):
         file = Path(frame["file"])
         standard = Path(os.__file__).parent in file.parents and "site-packages" not in file.parts
-        if not standard and not {"torch", "triton", "numpy", "opcheck"} & set(file.parts):
-            return f", in {frame['function']} (line {frame['line']} of {frame['file']})"
-    return ""
+        if (
+            not standard
+            and not frame["file"].startswith("<")
+            and not {"torch", "triton", "numpy", "opcheck"} & set(file.parts)
+        ):
+            yield f"{frame['function']} (line {frame['line']} of {frame['file']})"

@@ -6,7 +6,7 @@ docs/how-it-works.md.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from llmk.opcheck.calls import (
     call,
     call_unless_strides_refused,
     device_of,
+    few_kinds,
     first_line,
     float_dtype,
     incoming_gradients,
@@ -65,7 +66,17 @@ from llmk.opcheck.nan_fill import ZeroFilled, nan_filled, require_all_written
 from llmk.opcheck.reference import Change
 from llmk.opcheck.refusal_promises import refuses_transforms, second_derivatives
 from llmk.opcheck.row_promises import batch_invariant
-from llmk.opcheck.setting_promises import another_thread, default_device, default_dtype, other_device
+from llmk.opcheck.setting_promises import (
+    another_thread,
+    autocast,
+    checkpointed,
+    default_device,
+    default_dtype,
+    other_device,
+    side_effects,
+    two_calls,
+)
+from llmk.opcheck.value_promises import fresh_numbers, harsh_values, other_sizes
 from llmk.registry import Op, Sample, set_short_path_enabled
 
 Promise = Callable[[Op, Sequence[Sample]], str | None]
@@ -92,16 +103,30 @@ def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
         args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
         if isinstance(op.overload, Adapted):
             args, kwargs = op.overload.own_arguments(args, kwargs)
-        results = torch.library.opcheck(
-            cast(Any, operator),
-            tuple(args),
-            kwargs,
-            test_utils=utilities if in_float32 or not place else utilities[:4],
-            raise_exception=False,
-        )
-        for utility, result in results.items():
-            if result != "SUCCESS":
-                raise BrokenPromise(f"{sample}: {utility}: {first_line(result)}")
+        chosen = utilities if in_float32 or not place else utilities[:4]
+        _require_success(str(sample), operator, args, kwargs, chosen)
+    _require_fakes_of_strides(op, operator, few_kinds(op, samples))
+
+
+def _require_fakes_of_strides(op: Op, operator: Any, samples: Sequence[Sample]) -> None:
+    """Hold fake results against real ones where inputs are strided."""
+    for sample in samples:
+        for change in (spread, _transposed):
+            if call_unless_strides_refused(op, sample, wanted=(), change=change) is None:
+                continue
+            args, kwargs, _ = prepare(op, sample, (), change)
+            if isinstance(op.overload, Adapted):
+                args, kwargs = op.overload.own_arguments(args, kwargs)
+            _require_success(f"{sample}: strided", operator, args, kwargs, ("test_faketensor",))
+
+
+def _require_success(
+    where: str, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], utilities: Sequence[str]
+) -> None:
+    results = torch.library.opcheck(operator, tuple(args), kwargs, test_utils=utilities, raise_exception=False)
+    for utility, result in results.items():
+        if result != "SUCCESS":
+            raise BrokenPromise(f"{where}: {utility}: {first_line(result)}")
 
 
 def values_and_gradients(op: Op, samples: Sequence[Sample]) -> None:
@@ -109,6 +134,9 @@ def values_and_gradients(op: Op, samples: Sequence[Sample]) -> None:
     has_results = False
     for sample in samples:
         outcome = call(op, sample)
+        for name, result in zip(outcome.names(), outcome.results(), strict=True):
+            if type(result) not in (Tensor, torch.nn.Parameter, type(None)):
+                raise BrokenPromise(f"{sample}: {name} is a {type(result).__name__}, no torch.Tensor", name)
         require_accurate(op, sample, outcome)
         has_results |= bool(outcome.outputs)
     if not has_results:
@@ -247,14 +275,18 @@ def every_element_written(op: Op, samples: Sequence[Sample]) -> None:
 
 
 PROMISES: tuple[Promise, ...] = (
+    side_effects,
     every_kernel_ends,
     every_element_written,
     torch_opcheck,
     values_and_gradients,
+    harsh_values,
+    fresh_numbers,
     finite_gradients,
     no_mutation,
     no_alias,
     second_backward,
+    two_calls,
     scaled_gradient,
     expanded_gradient,
     strided_gradient,
@@ -263,12 +295,15 @@ PROMISES: tuple[Promise, ...] = (
     undefined_gradients,
     second_derivatives,
     edge_rows,
+    other_sizes,
     far_rows,
     deterministic,
     batch_invariant,
     same_on_short_path,
     compiled_samples,
     another_thread,
+    autocast,
+    checkpointed,
     default_dtype,
     default_device,
     no_recompile,
@@ -290,7 +325,11 @@ IN_ONE_DTYPE: frozenset[Promise] = frozenset(
         undefined_gradients,
         second_derivatives,
         refuses_transforms,
+        side_effects,
+        two_calls,
         another_thread,
+        autocast,
+        checkpointed,
         default_dtype,
         default_device,
         no_recompile,

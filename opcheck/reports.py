@@ -3,7 +3,7 @@
 import datetime
 import json
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import triton
 
 import llmk
-from llmk.opcheck.causes import causes
+from llmk.opcheck.causes import causes, described
 from llmk.opcheck.page import page
 from llmk.opcheck.runner import Result, check
 from llmk.opcheck.samples import GivenSamples
@@ -21,13 +21,15 @@ from llmk.registry import Op
 
 Place = tuple[str, int]
 """A file and a line in it."""
+VERSION = 1
+"""The version of the report in JSON: it grows where a key changes its meaning or goes."""
 
 
 def table(results: Sequence[Result]) -> str:
     """A line for each operator, path and dtype: how many promises it keeps."""
     lines = [f"{'op':<26}{'path':<14}{'dtype':<11}{'kept':>7}{'seconds':>10}"]
     for (op, path, dtype), group in _grouped(results):
-        checked = [result for result in group if result.verdict != "empty"]
+        checked = [result for result in group if result.verdict in ("kept", "broken")]
         kept = sum(result.passed for result in checked)
         mark = "" if kept == len(checked) else "  BROKEN"
         seconds = sum(result.seconds for result in group)
@@ -50,8 +52,14 @@ def _grouped(results: Sequence[Result]) -> Iterable[tuple[tuple[str, str, str], 
     return groups.items()
 
 
-def report(results: Sequence[Result], device: torch.device, modules: Sequence[str] = ()) -> dict[str, Any]:
+def report(
+    results: Sequence[Result],
+    device: torch.device,
+    modules: Sequence[str] = (),
+    places: Mapping[str, Place] | None = None,
+) -> dict[str, Any]:
     return {
+        "version": VERSION,
         "modules": list(modules),
         "llmk": llmk.__version__,
         "torch": torch.__version__,
@@ -60,6 +68,7 @@ def report(results: Sequence[Result], device: torch.device, modules: Sequence[st
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
         "date": datetime.date.today().isoformat(),
         "paths": sorted({result.path for result in results}),
+        "causes": [described(cause, (places or {}).get(cause.first.op)) for cause in causes(results)],
         "results": [asdict(result) for result in results],
     }
 
@@ -70,8 +79,8 @@ def junit(results: Sequence[Result]) -> str:
     for (op, path, dtype), group in _grouped(results):
         counts = {
             "tests": len(group),
-            "failures": sum(not result.passed for result in group),
-            "skipped": sum(result.verdict == "empty" for result in group),
+            "failures": sum(result.verdict == "broken" for result in group),
+            "skipped": sum(result.verdict in ("empty", "accepted") for result in group),
             "errors": 0,
         }
         suite = ElementTree.SubElement(root, "testsuite", name=f"{op} {dtype} ({path})")
@@ -80,10 +89,10 @@ def junit(results: Sequence[Result]) -> str:
         for result in group:
             case = ElementTree.SubElement(suite, "testcase", classname=f"{op}.{path}.{dtype}", name=result.promise)
             case.set("time", f"{result.seconds:.3f}")
-            if not result.passed:
+            if result.verdict == "broken":
                 ElementTree.SubElement(case, "failure", message=_one_line(result.message)).text = _xml(result.message)
-            elif result.verdict == "empty":
-                ElementTree.SubElement(case, "skipped", message="nothing to check")
+            elif result.verdict != "kept":
+                ElementTree.SubElement(case, "skipped", message=_xml(result.accepted) or "nothing to check")
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
@@ -97,7 +106,7 @@ def _xml(text: str) -> str:
     return "".join(char for char in text if char in "\t\n" or char >= " ")
 
 
-def annotations(results: Sequence[Result], places: dict[str, Place]) -> Iterator[str]:
+def annotations(results: Sequence[Result], places: Mapping[str, Place]) -> Iterator[str]:
     """GitHub's workflow commands, which show each cause at the line where the operator's reference begins."""
     for cause in causes(results):
         where = ""
@@ -124,8 +133,9 @@ def write_reports(
     as_html: Path | None,
     as_junit: Path | None,
     modules: Sequence[str] = (),
+    places: Mapping[str, Place] | None = None,
 ) -> None:
-    about = report(results, device, modules)
+    about = report(results, device, modules, places)
     for file, text in (
         (as_json, lambda: json.dumps(about, indent=1) + "\n"),
         (as_html, lambda: page(about)),

@@ -27,6 +27,7 @@ from llmk.opcheck.promises import (
     Promise,
 )
 from llmk.opcheck.samples import GivenSamples, samples_from
+from llmk.opcheck.setting_promises import remember_state, restore_state
 from llmk.opcheck.signatures import Unrecorded, completed, record_of
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
@@ -41,7 +42,7 @@ class Result:
     """The result of one operator, promise, dtype and path; with no calls there was nothing to check.
 
     The message says what is broken, or is a note. `wrong` is the output or gradient that is wrong, or `memory`, where a
-    broken promise is about one of these.
+    broken promise is about one of these; `accepted` is the reason that a baseline gives for it.
     """
 
     op: str
@@ -54,6 +55,7 @@ class Result:
     seconds: float
     calls: int
     wrong: str = ""
+    accepted: str = ""
 
     @property
     def check(self) -> Check:
@@ -61,7 +63,9 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        return "broken" if not self.passed else "kept" if self.calls else "empty"
+        if not self.passed:
+            return "accepted" if self.accepted else "broken"
+        return "kept" if self.calls else "empty"
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,12 @@ def promises_for(device: torch.device, names: Sequence[str] | None = None, skip:
     return [promise for promise in known if promise not in left_out]
 
 
+def promises_asked(op: Op, device: torch.device, *, first_dtype: bool) -> list[str]:
+    """Return the names of the promises that `check` asks of an operator in one dtype, of the record's first or not."""
+    chosen = [promise for promise in promises_for(device) if applies(promise, op)]
+    return [promise.__name__ for promise in chosen if first_dtype or promise not in IN_ONE_DTYPE]
+
+
 def applies(promise: Promise, op: Op) -> bool:
     """Return False for what only llmk's own promise, and where Dynamo cannot trace an operator.
 
@@ -195,6 +205,7 @@ def checks(
     An operator that has no code for the path gets one result, with nothing checked, that says what has. So does one in
     bfloat16 that Triton's interpreter cannot compute in, unless the dtype is asked for.
     """
+    remember_state()
     other = op.reference if isinstance(op.reference, HeldAgainst) else None
     if isinstance(op, Unrecorded) or other:
         now = RunningCheck(op.name, _name_of((dtypes or op.dtypes)[0]), SAMPLES)
@@ -280,8 +291,8 @@ def _check_one(
             with watched_by(watch):
                 note = _run(promise, op, left, device)
             break
-        except NothingToCheck:
-            calls = calls if broken else 0
+        except NothingToCheck as error:
+            calls, note = (calls if broken else 0), str(error)
             break
         except BrokenPromise as error:
             broken.append(error)
@@ -291,6 +302,7 @@ def _check_one(
         if len(others) in (0, len(left)) or not str(broken[-1]).startswith(str(at)):
             break
         left = others
+    restore_state()
     seconds = time.perf_counter() - start
     worst = max(broken, key=lambda error: error.size, default=None)
     message = note if worst is None else str(worst)

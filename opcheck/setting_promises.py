@@ -1,4 +1,7 @@
-"""The promises about where and under which of PyTorch's settings a call is made; the form is that of promises.py."""
+"""The promises about settings of PyTorch's, other calls and threads, and what a call leaves behind.
+
+The form is that of promises.py.
+"""
 
 import contextlib
 import threading
@@ -8,17 +11,37 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from llmk.opcheck.calls import call, device_of, float_dtype, one_of_each, require_accurate
+from llmk.opcheck.calls import (
+    call,
+    device_of,
+    few_kinds,
+    first_line,
+    float_dtype,
+    incoming_gradients,
+    one_of_each,
+    require_accurate,
+)
 from llmk.opcheck.inputs import (
     BrokenPromise,
     NothingToCheck,
     Outcome,
+    as_list,
+    comparable,
+    copy_with_layout,
+    differentiable_inputs,
+    prepare,
+    same_bits,
     same_results,
     with_default_device,
     with_default_dtype,
 )
+from llmk.opcheck.process_state import functions, random_state, restore, restore_functions, seed, settings
+from llmk.opcheck.reference import REFUSALS, nudged
 from llmk.registry import Op, Sample
+from llmk.registry.devices import INTERPRET
 
 Setting = Callable[[], AbstractContextManager[Any]]
 
@@ -72,29 +95,168 @@ def _same(a: Outcome, b: Outcome) -> bool:
 
 
 def another_thread(op: Op, samples: Sequence[Sample]) -> None:
-    """6: a call from another thread gives the same bits."""
-    for sample in one_of_each(op, samples):
-        plain, found = call(op, sample), _in_thread(lambda sample=sample: call(op, sample))
-        if not same_results(plain, found):
-            raise BrokenPromise(f"{sample}: another thread gets different bits")
+    """6: a call from another thread, beside one in this, gives the same bits; the interpreter runs them in turn."""
+    for sample in few_kinds(op, samples):
+        plain, other = call(op, sample), call(op, sample, change=_other_numbers)
+        thread = _Thread(lambda sample=sample: call(op, sample))
+        beside = [call(op, sample, change=_other_numbers) for _ in range(AT_ONCE)] if not INTERPRET else []
+        for expected, found in (*((plain, found) for found in thread.results()), *((other, found) for found in beside)):
+            for name, a, b in zip(expected.names(), expected.results(), found.results(), strict=True):
+                if not same_bits(a, b):
+                    raise BrokenPromise(f"{sample}: beside another thread {name} has different bits", name)
 
 
-def _in_thread(make: Callable[[], Outcome]) -> Outcome:
-    found: list[Outcome] = []
-    errors: list[Exception] = []
+AT_ONCE = 2
+"""Calls that two threads make at once."""
 
-    def run() -> None:
+
+def _other_numbers(tensor: Tensor) -> Tensor:
+    """Return the same other numbers every time: each moved by a quarter of itself, up or down."""
+    return nudged(0, by=0.25)(tensor)
+
+
+class _Thread(threading.Thread):
+    """A thread that makes a call some times."""
+
+    def __init__(self, make: Callable[[], Outcome]) -> None:
+        super().__init__()
+        self.make, self.found, self.errors = make, list[Outcome](), list[Exception]()
+        self.start()
+
+    def run(self) -> None:
         try:
-            found.append(make())
+            self.found += [self.make() for _ in range(AT_ONCE)]
         except Exception as error:
-            errors.append(error)
+            self.errors.append(error)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise BrokenPromise(f"in another thread it raises {type(errors[0]).__name__}: {errors[0]}") from errors[0]
-    return found[0]
+    def results(self) -> list[Outcome]:
+        self.join()
+        for error in self.errors:
+            raise BrokenPromise(f"in another thread it raises {type(error).__name__}: {error}") from error
+        return self.found
+
+
+def two_calls(op: Op, samples: Sequence[Sample]) -> None:
+    """1: two forward passes before the first backward pass give the gradients of each alone."""
+    for sample in few_kinds(op, samples):
+        wanted = differentiable_inputs(op, sample)
+        if not wanted:
+            continue
+        changes = (copy_with_layout, _other_numbers)
+        alone = [call(op, sample, change=change) for change in changes]
+        prepared = [prepare(op, sample, wanted, change) for change in changes]
+        outputs = [as_list(op.overload(*args, **kwargs)) for args, kwargs, _ in prepared]
+        for expected, made, (_, _, tensors) in zip(alone, outputs, prepared, strict=True):
+            wanting = [output for output in made if output.requires_grad]
+            torch.autograd.backward(wanting, incoming_gradients(wanting))  # type: ignore[arg-type]
+            for name, gradient in expected.gradients.items():
+                if not _alike(tensors[name].grad, gradient):
+                    words = f"{sample}: two calls, and then their backward passes, give another gradient of {name}"
+                    raise BrokenPromise(words, f"gradient of {name}")
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return True for the same bits, or on a GPU for what atomics may make of them."""
+    if a is None or b is None or a.device.type == "cpu":
+        return same_bits(a, b)
+    return torch.allclose(a.double(), b.double(), rtol=0.01, atol=1e-3 * float(b.abs().max()), equal_nan=True)
+
+
+def checkpointed(op: Op, samples: Sequence[Sample]) -> str:
+    """5: recomputed in the backward pass by torch.utils.checkpoint, it gives the same results; a backward pass that
+    asks for its saved tensors twice, which raises there, is noted.
+    """
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(op.overload, *args, use_reentrant=False, **kwargs)
+
+    for sample in few_kinds(op, samples):
+        if not differentiable_inputs(op, sample):
+            continue
+        plain = call(op, sample)
+        try:
+            found = call(op, sample, fn=recomputed)
+        except CheckpointError as error:
+            words = f"{sample}: recomputed under checkpoint it raises {first_line(error)}"
+            if "already unpacked" in words:
+                return words
+            raise BrokenPromise(words) from error
+        for name, a, b in zip(plain.names(), plain.results(), found.results(), strict=True):
+            if not _alike(b, a):
+                raise BrokenPromise(f"{sample}: under checkpoint {name} is another", name)
+    return ""
+
+
+def autocast(op: Op, samples: Sequence[Sample]) -> str:
+    """5: under autocast another's operator than llmk's is as right as PyTorch's composition to a tenth, and so are its
+    gradients; that it raises is noted.
+    """
+    if op.is_own:  # what it casts is its own promise, and tested as such
+        raise NothingToCheck
+    for sample in few_kinds(op, samples):
+        try:
+            expected = _under_autocast(op, sample, op.reference)
+        except REFUSALS:
+            continue
+        try:
+            found = _under_autocast(op, sample, op.overload)
+        except Exception as error:
+            return f"{sample}: under autocast it raises {first_line(error)}"
+        for name, a, b in zip(found.names(), found.results(), expected.results(), strict=True):
+            if a is not None and b is not None and not _within_a_tenth(a, b):
+                raise BrokenPromise(f"{sample}: under autocast {name} is off by more than a tenth", name)
+    return ""
+
+
+def _within_a_tenth(a: Tensor, b: Tensor) -> bool:
+    """Return True if finite floating-point numbers are as far apart as roundings make them, beside the largest."""
+    if not (b.is_floating_point() or b.is_complex()):
+        return True
+    a, b = (comparable(x.detach()).double() for x in (a, b))
+    if a.shape != b.shape or not b.numel() or not bool(b.isfinite().all()):
+        return a.shape == b.shape
+    return bool(((a - b).abs() <= 0.1 * b.abs().max() + 1e-3).all())
+
+
+def _under_autocast(op: Op, sample: Sample, fn: Callable[..., Any]) -> Outcome:
+    """A call whose forward pass alone runs under autocast, as PyTorch recommends it."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_of(op, sample).type, torch.bfloat16):
+            return fn(*args, **kwargs)
+
+    return call(op, sample, fn=forward)
+
+
+_settings: dict[str, Any] = {}
+_functions: dict[str, Any] = {}
+
+
+def remember_state() -> None:
+    """Note PyTorch's settings and functions before an operator is called for the first time."""
+    _settings.update(settings())
+    _functions.clear()
+    _functions.update(functions())
+
+
+def restore_state() -> list[str]:
+    """Put back PyTorch's settings and functions, and return which had changed."""
+    changed = [f"it changes {name}" for name in restore(_settings)]
+    return changed + [f"it replaces {name}" for name in restore_functions(_functions)]
+
+
+def side_effects(op: Op, samples: Sequence[Sample]) -> None:
+    """1: a call seeds no random numbers, changes no setting of PyTorch's and replaces none of its functions."""
+    for sample in few_kinds(op, samples):
+        states = []
+        for number in (1, 2):  # random numbers that are only drawn leave different states behind
+            seed(number)
+            call(op, sample)
+            states.append(random_state())
+        found = restore_state()
+        found += [f"it seeds {whose} random numbers" for whose in states[0] if states[0][whose] == states[1][whose]]
+        for words in found:
+            raise BrokenPromise(f"{sample}: {words}")
 
 
 def other_device(op: Op, samples: Sequence[Sample]) -> None:

@@ -92,6 +92,8 @@ class Op:
         error_bound: `error_bound(*args, **kwargs)` is a bound, in float64, of the error that the formula for these
             arguments adds to each element of the first output, beyond what their own rounding does; None for none.
             The derivation is beside it.
+        exact: True if every result has to have the reference's bits, at ties and halves too, where roundings would
+            excuse another choice.
         batch_dependent: Results whose rows have other bits beside other rows on a GPU, though the rows are independent,
             as opcheck names them (`output 0`, `gradient of input`), with the reason: a library's product, most often.
         patterns: Computations in plain PyTorch that it replaces where `torch.compile(backend="llmk")` finds them.
@@ -113,6 +115,7 @@ class Op:
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=dict)
     error_bound: Callable[..., torch.Tensor | None] | None = None
+    exact: bool = False
     batch_dependent: dict[str, str] = field(default_factory=dict)
     patterns: tuple["RewritePattern", ...] = ()
     choices: tuple[str, ...] = ()

@@ -84,7 +84,10 @@ def by_formula(
 ) -> Op:
     """x * x whose backward formula may be broken."""
     op = torch.library.custom_op(
-        f"llmk_test::{name}", lambda input: forward(input), mutates_args=(), schema="(Tensor input) -> Tensor"
+        f"llmk_test::{name}",
+        lambda input: forward(input).contiguous(),
+        mutates_args=(),
+        schema="(Tensor input) -> Tensor",
     )
     op.register_fake(fake)
     op.register_autograd(formula, setup_context=setup)
@@ -95,7 +98,7 @@ def product(name: str, formula: Callable[..., Any]) -> Op:
     """x * y whose backward formula may be broken."""
     op = torch.library.custom_op(
         f"llmk_test::{name}",
-        lambda input, other: input * other,
+        lambda input, other: (input * other).contiguous(),
         mutates_args=(),
         schema="(Tensor input, Tensor other) -> Tensor",
     )
@@ -197,7 +200,10 @@ def without_formula_unless_wanted(name: str) -> Op:
     """A composite that asks, while it is traced, whether a gradient is wanted."""
     trained = by_formula(f"{name}_trained", lambda ctx, grad: 2 * grad * ctx.saved_tensors[0]).overload
     plain = torch.library.custom_op(
-        f"llmk_test::{name}_plain", lambda input: input * input, mutates_args=(), schema="(Tensor input) -> Tensor"
+        f"llmk_test::{name}_plain",
+        lambda input: (input * input).contiguous(),
+        mutates_args=(),
+        schema="(Tensor input) -> Tensor",
     )
     plain.register_fake(fake_like)
     return composite(name, lambda x: trained(x) if torch.is_grad_enabled() and x.requires_grad else plain(x))

@@ -462,7 +462,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 @quantized.register_fake
 def _(x):
     scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), scale
 
 
 def reference_quantized(x):
@@ -478,7 +478,7 @@ def phase(x: Tensor) -> Tensor:
     return torch.complex(x.cos(), x.sin())
 
 
-phase.register_fake(lambda x: torch.empty(x.shape, dtype=torch.complex64, device=x.device))
+phase.register_fake(lambda x: torch.empty_like(x, dtype=torch.complex64))
 phase.register_autograd(
     lambda ctx, grad: grad.imag * ctx.saved_tensors[0].cos() - grad.real * ctx.saved_tensors[0].sin(),
     setup_context=save_inputs,

@@ -339,7 +339,7 @@ def no_remainder(x: Tensor) -> Tensor:
 
 
 wrong("no_mask", "memory", "copy_kernel loads offset 111 of x_ptr", no_mask, lambda x: x, resized=None, in_triton=True)
-wrong("no_remainder", "wrong values", "output 0", no_remainder, lambda x: x, resized=None, in_triton=True)
+wrong("no_remainder", "memory", "never written", no_remainder, lambda x: x, resized=None, in_triton=True)
 
 
 @triton.jit
@@ -368,7 +368,9 @@ def short_offsets(x: Tensor) -> Tensor:
     return out
 
 
-wrong("any_strides", "wrong values", "output 0", any_strides, reference_softmax, resized=None, in_triton=True)
+wrong(
+    "any_strides", "memory", "softmax_kernel loads offset", any_strides, reference_softmax, resized=None, in_triton=True
+)
 wrong("short_offsets", "memory", "in 32 bits", short_offsets, reference_softmax, resized=None, in_triton=True)
 
 

@@ -1,10 +1,13 @@
 """opcheck must be able to fail: operators broken on purpose, one way each, are caught under the right name."""
 
+import re
 from collections.abc import Sequence
 
 import pytest
 import torch
 
+from compile_tests.helpers.field_cheats import CHEATS
+from compile_tests.helpers.field_wrong import WRONG
 from compile_tests.helpers.mutants import BROKEN, BROKEN_WHERE_ASKED, nan_past_the_exponent, record, square
 from compile_tests.helpers.mutants_gpu import BROKEN_ON_A_GPU
 from compile_tests.helpers.mutants_kernels import BROKEN_KERNELS
@@ -103,6 +106,7 @@ def test_every_promise_has_a_broken_op() -> None:
     named += [promise for _, promise, _ in BROKEN_KERNELS]
     named += [promise for promise, _ in BROKEN_ON_A_GPU.values()]
     named += ["batch_invariant"] * len(BROKEN_ROWS)
+    named += [word for wrong in (WRONG | CHEATS).values() for word in re.findall(r"breaks (\w+)", wrong.words)]
     known = PROMISES + ASKED_PROMISES + INTERPRETER_PROMISES + GPU_PROMISES
     assert set(named) == {promise.__name__ for promise in known}
     assert len(named) >= 20

@@ -11,7 +11,7 @@ from compile_tests.helpers.mutants import square
 from compile_tests.helpers.own_op import OWN_OP
 from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
-from llmk.opcheck.processes import Unit, check_in_process
+from llmk.opcheck.processes import Unit, check_in_process, check_in_processes
 from llmk.registry import OPS
 
 
@@ -151,3 +151,77 @@ def test_a_file_that_does_not_parse_is_named_with_its_line(tmp_path: Path, capsy
     error = capsys.readouterr().err
     assert error.startswith(f"opcheck: {file}, line 3: ")
     assert error.count("\n") == 1
+
+
+HANGS = """
+import ctypes
+import torch
+from llmk.registry import Op, Sample
+
+def hangs(input):
+    while len(input) == 31:
+        ctypes.CDLL(None).sleep(1000)
+    return input.clone()
+
+def resized(rows, device, dtype):
+    return Sample((torch.randn(rows, 5, device=device, dtype=dtype),), why="resized")
+
+HANGS = Op(name="hangs", overload=hangs, reference=lambda input: input.clone(), differentiable=(),
+           samples=lambda device, dtype: [resized(3, device, dtype)], resized=resized)
+"""
+
+
+def test_a_call_that_does_not_end_is_broken_with_its_stack(tmp_path: Path) -> None:
+    """Wherever it is held up; and the other promises are checked nevertheless."""
+    file = tmp_path / "my_op.py"
+    file.write_text(HANGS)
+    options = ["--dtype", "float32", "--timeout", "5", "--promise", "edge_rows", "--promise", "deterministic"]
+    results = check_in_process(Unit((str(file),), "reference"), torch.device("cpu"), options, threads=1)
+    assert [(result.promise, result.verdict) for result in results] == [
+        ("edge_rows", "broken"),
+        ("deterministic", "kept"),
+    ]
+    words = f"it did not end in 0:00:05 at the sample resized [(31, 5)], in hangs (line 8 of {file})"
+    assert results[0].message == words
+
+
+def test_the_whole_run_may_have_a_limit(tmp_path: Path) -> None:
+    file = tmp_path / "my_op.py"
+    file.write_text(OWN_OP.format(divisor=2))
+    (found,) = check_in_processes([Unit((str(file),), "reference")], torch.device("cpu"), [], 1, longest=0)
+    ((result,),) = [found[1]]
+    assert result.message == "the time of the whole run was over before it began"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import torch\n\nimport no_such_package\n", "line 3: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("x = 1 / 0\n", "line 1: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_that_raises_is_named_with_its_line(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my_op.py"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--device", "cpu", str(file)])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"opcheck: {file}, {message}\n"
+
+
+def test_operators_of_one_name_are_rows_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, divisor in (("a.py", 2), ("b.py", 3)):
+        Path(name).write_text(OWN_OP.format(divisor=divisor).replace("mylib", f"mylib_{name[0]}"))
+    options = ["--device", "cpu", "--dtype", "float32", "--path", "reference", "--only", "values_and_gradients"]
+    assert main(["a.py", "b.py", *options]) == 1
+    printed = capsys.readouterr().out
+    assert [line.split()[:4] for line in printed.splitlines()[1:3]] == [
+        ["a.py:half", "reference", "float32", "1/1"],
+        ["b.py:half", "reference", "float32", "0/1"],
+    ]
+    assert "wrong values: b.py:half float32" in printed

@@ -1,8 +1,9 @@
-"""opcheck on operators as the field has them: no finding in right ones."""
+"""opcheck on operators as the field has them: no finding in right ones, and the cause of wrong ones first."""
 
 import pytest
 import torch
 
+from compile_tests.helpers import field_cheats, field_wrong
 from compile_tests.helpers.field_right import IN_TRITON, RIGHT
 from llmk.opcheck import check
 from llmk.opcheck.causes import causes
@@ -10,7 +11,9 @@ from llmk.opcheck.reports import notes
 from llmk.registry.devices import INTERPRET
 
 CPU = torch.device("cpu")
-SLOW = ("compiled", "no_recompile", "default_dtype", "default_device")
+SLOW = field_wrong.SLOW
+WRONG = field_wrong.WRONG | field_cheats.CHEATS
+WRONG_IN_TRITON = field_wrong.IN_TRITON | field_cheats.IN_TRITON
 
 
 @pytest.mark.kernels
@@ -22,6 +25,16 @@ def test_a_right_one_has_no_finding(name: str) -> None:
     assert causes(results) == [], "\n".join(map(str, causes(results)))
     verdicts = {result.promise: result.verdict for result in results}
     assert verdicts["values_and_gradients"] == "kept"
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", [*WRONG, *WRONG_IN_TRITON])
+def test_a_wrong_one_is_named_by_its_cause(name: str) -> None:
+    if (name in WRONG_IN_TRITON) is not INTERPRET:
+        pytest.skip("the other run has it")
+    wrong = (WRONG | WRONG_IN_TRITON)[name]
+    found = causes(check(wrong.op, skip=SLOW))
+    assert wrong.is_named_by(found), "\n".join(map(str, found))
 
 
 @pytest.mark.kernels

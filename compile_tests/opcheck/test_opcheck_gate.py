@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from compile_tests.helpers.mutants import record, square
+from compile_tests.helpers.own_op import OWN_OP
 from llmk.opcheck import __main__ as command
 from llmk.opcheck import assert_passes, check
 from llmk.opcheck.__main__ import main, parse
@@ -103,14 +104,14 @@ def test_processes_are_told_what_was_chosen(monkeypatch: pytest.MonkeyPatch, fol
     settings(folder, 'skip = ["compiled"]\n')
     words: list[str] = []
 
-    def note(units: Any, device: torch.device, options: list[str], jobs: int) -> list[Any]:
+    def note(units: Any, device: torch.device, options: list[str], *limits: Any) -> list[Any]:
         words.extend(options)
         return [(unit, [result(op="add")]) for unit in units]
 
     monkeypatch.setattr(command, "check_in_processes", note)
     arguments = ["add", "--device", "cpu", "--path", "reference"]
     assert main(arguments) == 0
-    assert words == ["--skip", "compiled"]
+    assert words[:2] == ["--skip", "compiled"]
     assert parse([*arguments, "--journal", "journal.jsonl"]).skip is None
 
 
@@ -173,6 +174,39 @@ def test_github_gets_annotations_with_the_line_of_the_reference(
     assert "::error file=my_op.py,line=5,title=memory%3A mine float32" in capsys.readouterr().out
     assert ElementTree.parse(folder / "new" / "junit.xml").getroot().tag == "testsuites"
     assert len(json.loads((folder / "report.json").read_text())["results"]) == 1
+
+
+def test_a_baseline_accepts_with_a_reason(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says which entries can go; an entry without a reason is refused."""
+    accepted = '[[accepted]]\nop = "held"\npromise = "no_alias"\n'
+    Path("baseline.toml").write_text(accepted)
+    arguments = ["add", "--device", "cpu", "--baseline", "baseline.toml", "--json", "report.json"]
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "baseline.toml: entry 0 has no reason" in capsys.readouterr().err
+    more = '[[accepted]]\nop = "held"\npromise = "no_mutation"\nreason = "later"\n'
+    Path("baseline.toml").write_text(f'{accepted}reason = "a view by design"\n{more}')
+    found = [result(op="held", promise="no_alias", passed=False, message="shares"), result(op="held")]
+    monkeypatch.setattr(command, "check_all", lambda options: found)
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "baseline: held keeps no_mutation: the entry can go" in printed
+    assert "1 promises kept, 0 broken and 1 accepted, 0 with" in printed
+    report = json.loads(Path("report.json").read_text())
+    assert (report["version"], report["causes"]) == (1, [])
+    assert report["results"][0]["accepted"] == "a view by design"
+
+
+def test_the_report_has_causes_with_their_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "my_op.py").write_text(OWN_OP.format(divisor=3))
+    monkeypatch.setattr(command, "check_all", lambda options: [result(op="half", promise="no_alias", passed=False)])
+    assert main(["my_op.py", "--device", "cpu", "--json", "report.json"]) == 1
+    (cause,) = json.loads(Path("report.json").read_text())["causes"]
+    assert (cause["kind"], cause["op"], cause["promises"]) == ("memory", "half", ["no_alias"])
+    assert (cause["file"], cause["line"]) == ("my_op.py", 14)
 
 
 def test_samples_may_be_given() -> None:

@@ -1,0 +1,52 @@
+"""The plugin of pytest, in a project that is not llmk."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compile_tests.helpers.own_op import OWN_OP
+
+ROOT = Path(__file__).resolve().parents[2]
+FEW = "values_and_gradients or no_mutation or batch_invariant or edge_rows"
+
+
+def run_pytest(folder: Path, *arguments: str) -> tuple[int, list[str]]:
+    command = [sys.executable, "-m", "pytest", "-p", "llmk_pytest", "-p", "no:cacheprovider", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+@pytest.mark.parametrize(("divisor", "code"), [(2, 0), (3, 1)])
+def test_each_promise_is_a_test(divisor: int, code: int, tmp_path: Path) -> None:
+    (tmp_path / "my_ops.py").write_text(OWN_OP.format(divisor=divisor))
+    (tmp_path / "test_other.py").write_text("def test_not_asked_for():\n    assert False\n")
+    found, lines = run_pytest(tmp_path, "-v", "--opcheck", "my_ops.py", "--opcheck-dtype", "float32", "-k", FEW)
+    assert found == code, lines
+    verdicts = dict(line.split()[:2] for line in lines if line.startswith("my_ops.py::"))
+    assert verdicts == {
+        "my_ops.py::half-float32-values_and_gradients": "FAILED" if code else "PASSED",
+        "my_ops.py::half-float32-no_mutation": "PASSED",
+        "my_ops.py::half-float32-edge_rows": "SKIPPED",
+    }
+    assert any("output 0: element" in line for line in lines) == bool(code)
+
+
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "my_ops.py").write_text("import no_such_package\n")
+    found, lines = run_pytest(tmp_path, "--opcheck", "my_ops.py")
+    assert found == pytest.ExitCode.INTERRUPTED
+    assert any(
+        line.endswith("my_ops.py, line 1: ModuleNotFoundError: No module named 'no_such_package'") for line in lines
+    )
+    found, lines = run_pytest(tmp_path, "--opcheck", "other.py")
+    assert (found, lines) == (pytest.ExitCode.USAGE_ERROR, ["ERROR: --opcheck: no file other.py", ""])
+
+
+def test_other_runs_do_not_import_llmk(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("import sys\n\ndef test_it():\n    assert 'torch' not in sys.modules\n")
+    assert run_pytest(tmp_path)[0] == 0

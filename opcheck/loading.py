@@ -1,0 +1,86 @@
+"""The operators that the command line and pytest are given: llmk's by name, and those of a file or a module."""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmk.opcheck.signatures import record_of
+from llmk.registry import OPS, Op
+
+
+class NotLoaded(ValueError):
+    """There is no such file, module or operator, or it raises an error; the text is one line."""
+
+
+def find_ops(names: Sequence[str]) -> list[Op]:
+    """Return the records of llmk's operators, of a Python file, or of a module; all of llmk's where none is named.
+
+    Raises:
+        NotLoaded: There is none of a name, or its module raises an error.
+    """
+    if not names:
+        return list(OPS.values())
+    found: list[Op] = []
+    for name in names:
+        if name in OPS:
+            found.append(OPS[name])
+            continue
+        if ":" in name:
+            found.append(record_of(named(name), origin=name.partition(":")[0]))
+            continue
+        ops = [value for value in vars(_load(name)).values() if isinstance(value, Op)]
+        if not ops:
+            raise NotLoaded(f"{name} holds no llmk.registry.Op; name one of its operators: {name}:NAME")
+        found += ops
+    return found
+
+
+def named(name: str) -> Any:
+    """Return the operator, function or record that `MODULE:NAME` names."""
+    module, _, path = name.partition(":")
+    found = _load(module)
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise NotLoaded(f"{module} has no {path}")
+        found = getattr(found, part)
+    if isinstance(found, type) or not (callable(found) or isinstance(found, Op)):
+        raise NotLoaded(f"{name} is no operator, function or llmk.registry.Op")
+    return found
+
+
+def _load(name: str) -> Any:
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise NotLoaded(f"no file {name}")
+        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # the module's own
+            raise NotLoaded(_one_line(error, name)) from error
+        return module
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name.partition(".")[0]:
+            raise NotLoaded(f"{name!r} is no operator ({', '.join(OPS)}), file or module") from error
+        raise NotLoaded(_one_line(error, name)) from error
+    except Exception as error:
+        raise NotLoaded(_one_line(error, name)) from error
+
+
+def _one_line(error: Exception, name: str) -> str:
+    """Return where a module raises an error when it is imported, and the error, in one line."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {error.msg}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name != "loading.py"]
+    own = [frame for frame in frames if not frame.filename.startswith("<") and Path(frame.filename).stem in name]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,0 +1,85 @@
+"""The state of the process that a call may change for all others: PyTorch's settings, its functions, random numbers."""
+
+import inspect
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "whether gradients are made": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "the precision of float32 products": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "the choice of deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "torch.backends.cudnn.benchmark": (
+        lambda: torch.backends.cudnn.benchmark,
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+    ),
+    "torch.backends.cudnn.deterministic": (
+        lambda: torch.backends.cudnn.deterministic,
+        lambda value: setattr(torch.backends.cudnn, "deterministic", value),
+    ),
+}
+"""A setting's name in words, and the functions that read and write it."""
+
+_OWNERS = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": torch.Tensor}
+
+
+def settings() -> dict[str, Any]:
+    return {name: read() for name, (read, _) in SETTINGS.items()}
+
+
+def restore(values: dict[str, Any]) -> list[str]:
+    """Put back settings, and return the names of those that were others."""
+    changed = [name for name, value in values.items() if SETTINGS[name][0]() != value]
+    for name in changed:
+        SETTINGS[name][1](values[name])
+    return changed
+
+
+def functions() -> dict[str, Any]:
+    """PyTorch's functions by name."""
+    return {
+        f"{owner}.{name}": value
+        for owner, where in _OWNERS.items()
+        for name, value in vars(where).items()
+        if inspect.isroutine(value)
+    }
+
+
+def restore_functions(values: dict[str, Any]) -> list[str]:
+    """Put back functions, and return the names of those that were others."""
+    replaced = []
+    for name, value in values.items():
+        owner, _, attribute = name.rpartition(".")
+        if vars(_OWNERS[owner]).get(attribute) is not value:
+            setattr(_OWNERS[owner], attribute, value)
+            replaced.append(name)
+    return replaced
+
+
+def seed(number: int) -> None:
+    """Seed the random numbers of PyTorch on the CPU and on a GPU, of Python and of NumPy."""
+    torch.manual_seed(number)
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+
+
+def random_state() -> dict[str, Any]:
+    """What the next random numbers depend on, by whose they are."""
+    found: dict[str, Any] = {"PyTorch's": torch.get_rng_state().tolist(), "Python's": random.getstate()}
+    if torch.cuda.is_available():
+        found["the GPU's"] = torch.cuda.get_rng_state().tolist()
+    if "numpy" in sys.modules:
+        found["NumPy's"] = sys.modules["numpy"].random.get_state()[1].tolist()
+    return found

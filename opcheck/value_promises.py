@@ -1,0 +1,187 @@
+"""The promises about numbers and sizes that no sample has; the form is that of promises.py."""
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.opcheck.calls import call, few_kinds, first_line, one_of_each, require_no_gross_error, resized
+from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, as_list, note, rebound
+from llmk.opcheck.reference import REFUSALS, reference_for
+from llmk.registry import Op, Sample
+from llmk.registry.devices import INTERPRET
+
+ORDINARY = 1000.0
+"""A sample with larger numbers is harsh already."""
+WIDTHS = (1, 2, 1025, 4097)
+"""Lengths of rows: a column, two, and past every block."""
+ROWS = (1025,) if INTERPRET else (1025, 4097)
+
+
+def _with_nan(x: Tensor) -> Tensor:
+    """Return a copy whose middle row begins with NaN."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    x.view(-1, x.shape[-1])[x.numel() // x.shape[-1] // 2, 0] = torch.nan
+    return x
+
+
+def _with_zeros(x: Tensor) -> Tensor:
+    """Return a copy with every third number 0, where functions have kinks."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    x.view(-1)[::3] = 0
+    return x
+
+
+HARSH = {
+    "times 64": lambda x: x * 64,
+    "far below 0": lambda x: x - 2.0**15,
+    "far from 0": lambda x: x + 1000,
+    "times 2^-14": lambda x: x * 2.0**-14,
+    "with a NaN": _with_nan,
+}
+"""What is done to the first floating-point argument: exponents overflow, variances cancel, and `eps` counts."""
+
+
+def harsh_values(op: Op, samples: Sequence[Sample]) -> None:
+    """2: large, tiny and NaN inputs, and such as are far from 0, where PyTorch's composition has no overflow."""
+    for sample in few_kinds(op, samples):
+        for harsh in _changed(op, sample, HARSH):
+            try:
+                outcome = call(op, harsh, ())
+                excused = _without_overflow(op, harsh, outcome)
+            except REFUSALS:  # the operator or the reference does not take such numbers
+                continue
+            require_no_gross_error(op, harsh, excused)
+        for zeros in _changed(op, sample, {"0 in places": _with_zeros}):
+            require_no_gross_error(op, zeros, call(op, zeros))
+
+
+def _changed(op: Op, sample: Sample, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[Sample]:
+    """The sample with its first floating-point argument changed in each of some ways."""
+    for name, value in op.bind(sample).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel() and value.dim():
+            if bool((value.abs() > ORDINARY).any()):
+                return
+            for words, change in changes.items():
+                changed = change(value.detach().float()).to(value.dtype)
+                yield rebound(op, sample, op.bind(sample) | {name: changed}, f"{sample.why}, {name} {words}")
+            return
+
+
+def _without_overflow(op: Op, sample: Sample, outcome: Outcome) -> Outcome:
+    """Return the outcome with the reference's value where that is not to be judged.
+
+    PyTorch's composition overflows there, or the reference does; or it is NaN in a row that has one, or a choice that
+    was made beside NaN.
+    """
+    reference = reference_for(op, sample, outcome, lambda outputs: [])
+    has_nan = any(bool(x.isnan().any()) for x in outcome.inputs.values() if x.is_floating_point())
+    outputs = []
+    for output, composition, exact in zip(outcome.outputs, reference.composition, reference.exact, strict=True):
+        assert composition is not None
+        assert exact is not None
+        if output.shape == exact.shape and output.is_floating_point():
+            lost = ~composition.isfinite() & exact.isfinite()
+            lost |= output.isnan() & _rows_with_nan(exact) if has_nan else exact.isnan()
+            output = torch.where(lost, exact.to(output.dtype), output)
+        elif has_nan and not output.is_floating_point() and output.shape == composition.shape:
+            output = composition.to(output.dtype)
+        outputs.append(output)
+    return Outcome(outcome.inputs, outputs, {})
+
+
+def _rows_with_nan(x: Tensor) -> Tensor:
+    return x.isnan().any(-1, keepdim=True) if x.dim() > 1 else x.isnan().any()
+
+
+def fresh_numbers(op: Op, samples: Sequence[Sample]) -> None:
+    """2: other numbers in the memory of the call before give their own results, call after call.
+
+    A cache finds the address, the shape and the first element that it knows. The numbers are of a new seed every time.
+    """
+    seed = secrets.randbelow(2**31)
+    generator = torch.Generator().manual_seed(seed)
+    for sample in few_kinds(op, samples):
+        bound = {name: _own_memory(value) for name, value in op.bind(sample).items()}
+        given = rebound(op, sample, bound, sample.why)
+        outputs = as_list(op.overload(*given.args, **given.kwargs))
+        for _ in range(CALLS):
+            for value in bound.values():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                    _change_in_place(value, generator)
+            note(sample)
+            outputs = as_list(op.overload(*given.args, **given.kwargs))
+        why = f"{sample.why}, after {CALLS} calls with other numbers in the same memory, of seed {seed}"
+        outcome = Outcome({}, [output.detach().clone() for output in outputs], {})
+        require_no_gross_error(op, rebound(op, given, bound, why), outcome)
+
+
+CALLS = 5
+
+
+def _own_memory(value: Any) -> Any:
+    return value.detach().clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+
+
+def _change_in_place(x: Tensor, generator: torch.Generator) -> None:
+    """Multiply each number but the first by up to a half more or less, where autograd does not see it."""
+    factor = 0.5 + torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu")
+    factor.view(-1)[0] = 1
+    x.data.copy_(x.double() * factor.to(x.device))
+
+
+def other_sizes(op: Op, samples: Sequence[Sample]) -> str:
+    """2: rows of length 1 and 2 and past every block, and as many rows; of other operators than llmk's, whose samples
+    have them. A size that the operator refuses is noted.
+    """
+    if op.is_own:
+        raise NothingToCheck
+    note = ""
+    for sample in (*_of_other_widths(op, one_of_each(op, samples)[:1]), *resized(op, samples, ROWS)):
+        if _reference_refuses(op, sample):
+            continue
+        try:
+            outcome = call(op, sample)
+        except BrokenPromise:
+            raise
+        except Exception as error:
+            note = note or f"{sample}: {first_line(error)}"
+            continue
+        require_no_gross_error(op, sample, outcome)
+    return note
+
+
+def _reference_refuses(op: Op, sample: Sample) -> bool:
+    try:
+        call(op, sample, (), fn=op.reference)
+    except REFUSALS:
+        return True
+    return False
+
+
+def _of_other_widths(op: Op, samples: Sequence[Sample]) -> Iterator[Sample]:
+    """The samples with the last axis of their first tensor at another length, and every axis that is as long."""
+    for sample in samples:
+        bound = op.bind(sample)
+        first = next(value for value in bound.values() if isinstance(value, Tensor))
+        if first.dim() < 2 or first.shape[-1] in first.shape[:-1]:
+            continue
+        for width in WIDTHS:
+            values = {name: _widened(value, first.shape[-1], width) for name, value in bound.items()}
+            yield rebound(op, sample, values, f"{sample.why}, a width of {width}")
+
+
+def _widened(value: Any, width: int, wanted: int) -> Any:
+    """Return a tensor whose axes of one length have another: its numbers again, each moved by up to a quarter."""
+    if not isinstance(value, Tensor):
+        return value
+    for axis, size in enumerate(value.shape):
+        if size == width:
+            value = value.index_select(axis, torch.arange(wanted, device=value.device) % width)
+    if not value.is_floating_point():
+        return value
+    generator = torch.Generator().manual_seed(wanted)
+    moved = 1 + torch.rand(value.shape, generator=generator, dtype=torch.float64, device="cpu") / 4
+    return (value.double() * moved.to(value.device)).to(value.dtype)
