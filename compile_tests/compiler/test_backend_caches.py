@@ -14,14 +14,11 @@ from torch.fx import GraphModule
 
 from compile_tests.helpers.backend_checks import require_same, rewritten
 from compile_tests.helpers.breadth import some_of
+from compile_tests.helpers.scaled_norm import CACHED_ONLY
 from compile_tests.helpers.scripts import run_script
 from llmk.compiler import Report
 
 SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scaled_norm.py"
-OPTIONS: dict[str, Any] = (
-    {"fallback_by_default": True} if "fallback_by_default" in torch._inductor.list_options() else {}
-)
-"""No C++ is compiled, where Inductor has this: what is tested is the key of its cache."""
 
 
 class Scaled(nn.Module):
@@ -97,7 +94,7 @@ def test_another_constant_is_another_entry(kind: str, tmp_path: Path, monkeypatc
     first, second = programs(kind)
     for fn in (first, second, first):
         torch._dynamo.reset()
-        require_same(torch.compile(fn, backend="llmk", options=OPTIONS), fn, args())
+        require_same(torch.compile(fn, backend="llmk", options=CACHED_ONLY), fn, args())
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1, counters["aot_autograd"]
 
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = [
     "torch.distributed.tensor",
     "torch._inductor.compile_fx",
+    "compile_tests.helpers.vector_isa",
     "llmk",
     "transformers.models.llama.modeling_llama",
     "pytest",
