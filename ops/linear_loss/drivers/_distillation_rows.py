@@ -107,12 +107,13 @@ class DivergenceRows:
         impl, call = self.impl, self.call
         transform, ids = self._transform(call.temperature, NOT_IGNORED), topk.ids[block]
         rank = impl.logprobs.statistics(z, ids, transform)
-        logprobs, _, stats = impl.logprobs.combine(call.gather_ranks(rank), ids, transform)
+        logprobs, stats = impl.logprobs.combine(call.gather_ranks(rank), ids, transform)
         tails = Tails.of(call, topk, z, ids, logprobs, stats) if topk.add_tail else None
         given = [logprobs] if tails is None else [logprobs, tails.logprobs]
         if out is not None:
             _, grads = gradient_of(lambda *given: (topk.losses(block, *given) * loss_grads).sum(), *given)
-            impl.logprobs.gradients(grads[0], None, z, ids, stats, out, transform)
+            assert grads[0] is not None
+            impl.logprobs.gradients(grads[0], z, ids, stats, out, transform)
             if tails is not None:
                 assert grads[1] is not None
                 tails.add_gradients(grads[1], out)
@@ -149,7 +150,7 @@ class DivergenceRows:
         if ce is not None:
             term, target = torch.empty(z.shape, dtype=torch.float32, device=z.device), ce.target.unsqueeze(-1)
             transform = self._transform(1.0, self.call.ignore_index)
-            self.impl.logprobs.gradients(-ce.grad.unsqueeze(-1), None, z, target, ce.stats, term, transform)
+            self.impl.logprobs.gradients(-ce.grad.unsqueeze(-1), z, target, ce.stats, term, transform)
             total.add_(term)
         dz.copy_(total)
 
@@ -160,7 +161,7 @@ class DivergenceRows:
         transform = self._transform(1.0, call.ignore_index)
         target = call.labels.reshape(-1)[block].contiguous()
         rank = impl.logprobs.statistics(logits, target.unsqueeze(-1), transform)
-        logprobs, _, stats = impl.logprobs.combine(call.gather_ranks(rank), target.unsqueeze(-1), transform)
+        logprobs, stats = impl.logprobs.combine(call.gather_ranks(rank), target.unsqueeze(-1), transform)
         return logprobs.view(-1), CrossEntropyTerm(target, call.first_class, grads[block], stats)
 
     def _transform(self, temperature: float, ignore_index: int) -> LogitTransform:

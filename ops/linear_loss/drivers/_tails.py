@@ -45,7 +45,7 @@ class Tails:
             is_largest.append(mask.scatter_(1, columns, True)[:, :V])
         rank = torch.stack([y.masked_fill(mask, float("-inf")).logsumexp(-1) for mask in is_largest])
         logsumexps = call.gather_ranks(rank).view(call.ranks, *rank.shape).logsumexp(0)
-        (m, total, _), p = stats.unbind(), torch.stack(sums)
+        (m, total), p = stats.unbind(), torch.stack(sums)
         # Neither a difference of numbers near each other.
         of_others = torch.where(p < 0.5, (-p).log1p(), (logsumexps - m) - total.log())
         return cls(y, transform.factor if slope is None else slope, is_largest, logsumexps, p, of_others)

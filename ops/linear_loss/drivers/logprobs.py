@@ -264,8 +264,8 @@ def check_k(k: int) -> None:
     check_number("k", k, 1, MOST, f"1 to {MOST}")
 
 
-TOPK_STATISTICS = 3
-"""The number of float32 values that are saved for a row: its largest logit, sum of exponentials and mean."""
+TOPK_STATISTICS = 2
+"""The number of float32 values that are saved for a row: its largest logit and sum of exponentials."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +292,7 @@ class TopkCall(SoftmaxCall):
 
 
 def _topk(impl: Implementation, call: TopkCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probabilities, logsumexps, classes, and the largest logit, sum and mean `[3, ...]` of each token."""
+    """Return log-probabilities, logsumexps, classes, and the largest logit and sum `[2, ...]` of each token."""
     tokens = tuple(call.tokens)
     transform = LogitTransform(
         ignore_index=call.ignore_index,
@@ -327,8 +327,8 @@ def _topk_backward(
     """Compute the gradients of the inputs from those of the outputs; the logits are made again."""
     call, tokens = topk_call.given(indices), CompactedTokens(tuple(topk_call.tokens))
     rows = call.softmax_rows(impl, tokens, leaves_out_own=False)
-    m, total, mean = stats.view(TOPK_STATISTICS, -1).unbind()
-    of_rows = Statistics.of(m, total, torch.zeros_like(m), mean * total)
+    (m, total), nothing = stats.view(TOPK_STATISTICS, -1).unbind(), stats.new_zeros(indices.shape[:-1].numel())
+    of_rows = Statistics.of(m, total, nothing, nothing)
     grads = RowGradients(
         None if grad is None else grad.reshape(-1, topk_call.k),
         None,

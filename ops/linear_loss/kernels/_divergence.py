@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, cap_cpu, cap_slope, cap_slope_cpu
-from llmk.ops.linear_loss.kernels._logprobs import COLUMNS, logit_transform, thread_columns
+from llmk.ops.linear_loss.kernels._logprobs import COLUMNS, logit_transform, maximum_and_sum
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu, exp_of
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
@@ -54,24 +54,7 @@ class CrossEntropyTerm(NamedTuple):
     target: Tensor  # [M], among all classes
     first_class: int  # the class of the first column
     grad: Tensor  # [M]
-    stats: Tensor  # [3, M], of which the first two are the maximum and the sum
-
-
-@jit
-def _maximum_and_sum(z_ptr, end, outer, softcap, BLOCK_V: tl.constexpr):
-    m = tl.full((BLOCK_V // COLUMNS,), float("-inf"), dtype=tl.float32)
-    s = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
-    for start in range(0, end, BLOCK_V):
-        cols = start + thread_columns(BLOCK_V)
-        y, _ = logit_transform(tl.load(z_ptr + cols, mask=cols < end, other=0.0), 1.0, outer, softcap)
-        y = tl.where(cols < end, y, float("-inf"))
-        new_m = tl.maximum(m, tl.max(y, axis=1))
-        base = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing finite may have been seen yet
-        s = s * tl.exp2((m - base) * LOG2E) + tl.sum(tl.exp2((y - base[:, None]) * LOG2E), axis=1)
-        m = new_m
-    row_m = tl.max(m, axis=0)
-    base = tl.where(row_m == float("-inf"), 0.0, row_m)
-    return row_m, tl.sum(s * tl.exp2((m - base) * LOG2E), axis=0)
+    stats: Tensor  # [2, M], the maximum and the sum
 
 
 @jit
@@ -79,7 +62,7 @@ def softmax_statistics_kernel(z_ptr, count_ptr, part_ptr, M, V, z_stride, outer,
     """Compute the maximum and the sum of a row: part `[2, M]`."""
     row = tl.program_id(0).to(tl.int64)
     end = tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
-    m, s = _maximum_and_sum(z_ptr + row * z_stride, end, tl.cast(outer, tl.float32), softcap, BLOCK_V)
+    m, s = maximum_and_sum(z_ptr + row * z_stride, end, 1.0, tl.cast(outer, tl.float32), softcap, BLOCK_V)
     tl.store(part_ptr + row, m)
     tl.store(part_ptr + M + row, s)
 
@@ -253,7 +236,7 @@ def gradients_cpu(
     dy = (df - e * shift) - e * rest
     dy.mul_(grad.unsqueeze(-1) / softmaxes.temperature)
     if ce is not None:
-        m, s, _ = ce.stats.unsqueeze(-1).unbind()
+        m, s = ce.stats.unsqueeze(-1).unbind()
         p = (u - m).exp_().div_(s)
         column = ce.target.long() - ce.first_class
         here = (counts != 0) & (column >= 0) & (column < z.shape[1])

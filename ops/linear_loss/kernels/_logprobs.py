@@ -1,24 +1,21 @@
-r"""Log-probabilities of some classes and the entropy of rows of logits, and their gradients: the kernels.
+r"""Log-probabilities of some classes of rows of logits, and their gradients: the kernels.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867, for
-one pass over a row; the gradient of the entropy is that of its definition.
+one pass over a row.
 
 For a row of logits z of V classes, K candidates t_k, y = cap(scale * z) / temperature with cap(u) = c * tanh(u / c):
 
-    m = max(y)    s = sum(exp(y - m))    e = sum(exp(y - m) * (y - m))
-    logp_k  = y[t_k] - m - log(s)
-    entropy = log(s) - e / s
+    m = max(y)    s = sum(exp(y - m))    logp_k = y[t_k] - m - log(s)
 
-Only these three numbers of a row are saved. With shards C of the classes on the ranks:
+Only m and s of a row are saved. With shards C of the classes on the ranks:
 
-    m = max(m_C)    s = sum(s_C * exp(m_C - m))    e = sum(exp(m_C - m) * (e_C + s_C * (m_C - m)))
+    m = max(m_C)    s = sum(s_C * exp(m_C - m))
 
-so that the ranks gather 3 + K numbers of a row.
+so that the ranks gather 2 + K numbers of a row.
 
-Backward, given the gradients g_k of logp_k and h of the entropy, with p = exp(y - m) / s and G = sum(g_k):
+Backward, given the gradients g_k of logp_k, with p = exp(y - m) / s and G = sum(g_k):
 
-    dy_j = sum_k(g_k * [t_k = j]) - p_j * (G + h * (log(p_j) + entropy))
-         = sum_k(g_k * [t_k = j]) - p_j * (A + h * (y_j - m)),    A = G - h * e / s
+    dy_j = sum_k(g_k * [t_k = j]) - p_j * G
     dz_j = dy_j * (1 - tanh(scale * z_j / c)^2) * scale / temperature
 
 One kernel computes the candidates' gradients from the logits, before another writes those of all classes, which may be
@@ -35,11 +32,10 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, cap, cap_cpu, cap_slope, cap_slope_cpu
-from llmk.ops.common.sums import sum_pair
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
-STATISTICS = 3
-"""The number of float32 values saved for a row: m, s, e / s."""
+STATISTICS = 2
+"""The number of float32 values saved for a row: m and s."""
 MOST_SUPPORT = 1024
 """The most ids of a row's support, which one program holds and compares with each other."""
 
@@ -89,43 +85,35 @@ def _candidates(target_ptr, offsets, mask, first_class, V, num_classes, ignore_i
     return target, counts, valid, valid & (target >= first_class) & (target - first_class < V)
 
 
-LEAST = tl.constexpr(-1024.0)
-"""A difference from a row's maximum is no less: its exponential is 0, and 0 times it is 0, where 0 * -inf is NaN."""
-
-
 @jit
-def _below(y, m):
-    """Return y - m, at least LEAST: it overflows where logits are near float32's largest numbers."""
-    d = y - m
-    return tl.where(d < LEAST, LEAST, d)  # NaN stays
-
-
-@jit
-def _add_block(m, s, e, z, mask, inner, outer, softcap, MASKED: tl.constexpr):
-    """Update each thread's maximum and two sums; threads synchronize once a row."""
+def _add_block(m, s, z, mask, inner, outer, softcap, MASKED: tl.constexpr):
+    """Update each thread's maximum and sum; threads synchronize once a row."""
     y, _ = logit_transform(z, inner, outer, softcap)
     if MASKED:
         y = tl.where(mask, y, float("-inf"))
     new_m = tl.maximum(m, tl.max(y, axis=1))
     # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
     base = tl.where(new_m == float("-inf"), 0.0, new_m)
-    d = _below(y, base[:, None])
-    w = tl.exp2(d * LOG2E)
-    new_s, new_e = sum_pair(w, w * d, 1)
-    shift = _below(m, base)
-    fade = tl.exp2(shift * LOG2E)
-    return new_m, fade * s + new_s, fade * (e + s * shift) + new_e
+    return new_m, s * tl.exp2((m - base) * LOG2E) + tl.sum(tl.exp2((y - base[:, None]) * LOG2E), axis=1)
 
 
 @jit
-def _reduce_threads(m, s, e):
-    """Reduce the maximum and the two sums over threads."""
+def maximum_and_sum(z_ptr, end, inner, outer, softcap, BLOCK_V: tl.constexpr):
+    """Return the maximum of a row's first `end` transformed logits, and the sum of exp(y - m)."""
+    m = tl.full((BLOCK_V // COLUMNS,), float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
+    cols = thread_columns(BLOCK_V)
+    whole = end // BLOCK_V * BLOCK_V
+    for start in range(0, whole, BLOCK_V):  # a mask whose end is no multiple of 16 prevents vectorized loads
+        m, s = _add_block(m, s, tl.load(z_ptr + start + cols), None, inner, outer, softcap, False)
+    for start in range(whole, end, BLOCK_V):  # once, or not at all
+        mask = start + cols < end
+        z = tl.load(z_ptr + start + cols, mask=mask, other=0.0)
+        m, s = _add_block(m, s, z, mask, inner, outer, softcap, True)
     row_m = tl.max(m, axis=0)
     # Threads that have seen nothing finite have sums of 0.
-    shift = _below(m, tl.where(row_m == float("-inf"), 0.0, row_m))
-    fade = tl.exp2(shift * LOG2E)
-    row_s, row_e = sum_pair(fade * s, fade * (e + s * shift), 0)
-    return row_m, row_s, row_e
+    base = tl.where(row_m == float("-inf"), 0.0, row_m)
+    return row_m, tl.sum(s * tl.exp2((m - base) * LOG2E), axis=0)
 
 
 @jit
@@ -134,7 +122,7 @@ def logprob_statistics_kernel(
     M, V, K, z_stride, first_class, num_classes, ignore_index, inner, outer, softcap,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute m, s, e of a row's columns and y of its candidates, -inf if elsewhere: part `[3 + K, M]`."""
+    """Compute m and s of a row's columns and y of its candidates, -inf if elsewhere: part `[2 + K, M]`."""
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
@@ -144,150 +132,104 @@ def logprob_statistics_kernel(
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) != 0, V, 0)
     z_t = tl.load(z_ptr + (target - first_class), mask=here, other=0.0)
     y_t, _ = logit_transform(z_t, inner, outer, softcap)
-    tl.store(part_ptr + (3 + k).to(tl.int64) * M + row, tl.where(here, y_t, float("-inf")), mask=k < K)
-    m = tl.full((BLOCK_V // COLUMNS,), float("-inf"), dtype=tl.float32)
-    s = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
-    e = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
-    cols = thread_columns(BLOCK_V)
-    whole = end // BLOCK_V * BLOCK_V
-    for start in range(0, whole, BLOCK_V):  # a mask whose end is no multiple of 16 prevents vectorized loads
-        m, s, e = _add_block(m, s, e, tl.load(z_ptr + start + cols), None, inner, outer, softcap, False)
-    for start in range(whole, end, BLOCK_V):  # once, or not at all
-        mask = start + cols < end
-        z = tl.load(z_ptr + start + cols, mask=mask, other=0.0)
-        m, s, e = _add_block(m, s, e, z, mask, inner, outer, softcap, True)
-    m, s, e = _reduce_threads(m, s, e)
+    tl.store(part_ptr + (2 + k).to(tl.int64) * M + row, tl.where(here, y_t, float("-inf")), mask=k < K)
+    m, s = maximum_and_sum(z_ptr, end, inner, outer, softcap, BLOCK_V)
     tl.store(part_ptr + row, m)
     tl.store(part_ptr + M + row, s)
-    tl.store(part_ptr + 2 * M + row, e)
 
 
 @jit
 def logprob_combine_kernel(
-    part_ptr, target_ptr, logprob_ptr, entropy_ptr, stats_ptr, M, R, K, num_classes, ignore_index,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Compute rows' results from the parts of all slices, one below the other: `[R * (3 + K), M]`."""
+    part_ptr, target_ptr, logprob_ptr, stats_ptr, M, R, K, num_classes, ignore_index, BLOCK_M: tl.constexpr
+):
+    """Compute rows' results from the parts of all slices, one below the other: `[R * (2 + K), M]`."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = rows < M
     m = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     s = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    e = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    slice_stride = tl.cast(3 + K, tl.int64) * M
+    slice_stride = tl.cast(2 + K, tl.int64) * M
     for r in range(0, R):
         parts = part_ptr + r * slice_stride + rows
         m_r = tl.load(parts, mask=mask, other=0.0)
         s_r = tl.load(parts + M, mask=mask, other=1.0)
-        e_r = tl.load(parts + 2 * M, mask=mask, other=0.0)
         new_m = tl.maximum(m, m_r)
         base = tl.where(new_m == float("-inf"), 0.0, new_m)
-        shift, shift_r = _below(m, base), _below(m_r, base)
-        fade, fade_r = tl.exp2(shift * LOG2E), tl.exp2(shift_r * LOG2E)
-        e = fade * (e + s * shift) + fade_r * (e_r + s_r * shift_r)
-        s = fade * s + fade_r * s_r
+        s = tl.exp2((m - base) * LOG2E) * s + tl.exp2((m_r - base) * LOG2E) * s_r
         m = new_m
-    logsum, mean = tl.log(s), e / s
-    any_counts = tl.zeros((BLOCK_M,), dtype=tl.int32)
+    logsum = tl.log(s)
     for k in range(0, K):
         _, counts, valid, _ = _candidates(target_ptr, rows * K + k, mask, 0, num_classes, num_classes, ignore_index)
         y = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         for r in range(0, R):
             y = tl.maximum(
-                y, tl.load(part_ptr + r * slice_stride + tl.cast(3 + k, tl.int64) * M + rows, mask=mask, other=0.0)
+                y, tl.load(part_ptr + r * slice_stride + tl.cast(2 + k, tl.int64) * M + rows, mask=mask, other=0.0)
             )
         # Out of range: NaN, and nothing was read there.
         logprob = tl.where(valid, (y - m) - logsum, tl.where(counts, float("nan"), 0.0))
         tl.store(logprob_ptr + rows * K + k, logprob, mask=mask)
-        any_counts |= counts.to(tl.int32)
-    tl.store(entropy_ptr + rows, tl.where(any_counts != 0, logsum - mean, 0.0), mask=mask)
     tl.store(stats_ptr + rows, m, mask=mask)
     tl.store(stats_ptr + M + rows, s, mask=mask)
-    tl.store(stats_ptr + 2 * M + rows, mean, mask=mask)
 
 
 @jit
 def logprob_candidates_kernel(
-    z_ptr, target_ptr, grad_ptr, entropy_grad_ptr, stats_ptr, candidate_ptr, factor_ptr,
-    M, V, K, z_stride, grad_stride, grad_stride_k, entropy_grad_stride, first_class, num_classes, ignore_index,
+    z_ptr, target_ptr, grad_ptr, stats_ptr, candidate_ptr, factor_ptr,
+    M, V, K, z_stride, grad_stride, grad_stride_k, first_class, num_classes, ignore_index,
     inner, outer, softcap, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a row's candidates `[M, K]`, and what the other classes' are made of: `[3, M]`.
+    """Compute the gradients of a row's candidates `[M, K]`, and what the other classes' are made of: `[2, M]`.
 
-    The three are A, h, and 1 if the others' gradients are to be computed or 0 if they are zeros.
+    The two are G, and 1 if the others' gradients are to be computed or 0 if they are zeros.
     """
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     target, counts, valid, here = _candidates(target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index)
-    m, s, mean = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row), tl.load(stats_ptr + 2 * M + row)
-    h = tl.cast(0.0, tl.float32)
-    if entropy_grad_ptr is not None:
-        h = tl.load(entropy_grad_ptr + row * entropy_grad_stride)
-    total = tl.cast(0.0, tl.float32)
+    m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
+    grad_ptr += row * grad_stride
+    g = tl.load(grad_ptr + k * grad_stride_k, mask=valid & (k < K), other=0.0)
+    total = tl.sum(g, axis=0)
     alike = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    if grad_ptr is not None:
-        grad_ptr += row * grad_stride
-        g = tl.load(grad_ptr + k * grad_stride_k, mask=valid & (k < K), other=0.0)
-        total = tl.sum(g, axis=0)
-        for other in range(0, K):  # a class that is a candidate twice gets both gradients in both places
-            other_target = tl.load(target_ptr + row * K + other).to(tl.int64)
-            same = (target == other_target) & (other_target != ignore_index)
-            alike += tl.where(same, tl.load(grad_ptr + other * grad_stride_k), 0.0)
+    for other in range(0, K):  # a class that is a candidate twice gets both gradients in both places
+        other_target = tl.load(target_ptr + row * K + other).to(tl.int64)
+        same = (target == other_target) & (other_target != ignore_index)
+        alike += tl.where(same, tl.load(grad_ptr + other * grad_stride_k), 0.0)
     # A class out of range makes the row's gradient NaN.
     wrong = tl.max((counts & (valid == 0)).to(tl.int32), axis=0) != 0
     total = tl.where(wrong, float("nan"), total)
-    factor = total
-    if entropy_grad_ptr is not None:
-        factor -= h * mean
     row_counts = tl.max(counts.to(tl.int32), axis=0) != 0
-    tl.store(factor_ptr + row, factor)
-    tl.store(factor_ptr + M + row, h)
-    tl.store(factor_ptr + 2 * M + row, tl.where(row_counts, 1.0, 0.0))
+    tl.store(factor_ptr + row, total)
+    tl.store(factor_ptr + M + row, tl.where(row_counts, 1.0, 0.0))
     z = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
     y, _ = logit_transform(z, inner, outer, softcap)
     # Where p is near 1 the two nearly cancel: their difference first.
     p = tl.exp2((y - m) * LOG2E) / s
-    dy = alike - p * total
-    if entropy_grad_ptr is not None:
-        dy -= _entropy_gradient(y, m, s, h, mean)
-    dz = dy * (inner * outer)
+    dz = (alike - p * total) * (inner * outer)
     if softcap is not None:
         dz *= cap_slope(z.to(tl.float32) * inner, softcap)
     tl.store(candidate_ptr + row * K + k, dz, mask=k < K)
 
 
 @jit
-def _entropy_gradient(y, m, s, h, mean):
-    """Compute p * h * (log(p) + entropy), 0 where p is 0."""
-    d = _below(y, m)
-    return tl.exp2(d * LOG2E) / s * (h * (d - mean))
-
-
-@jit
 def logprob_gradient_kernel(
-    z_ptr, stats_ptr, factor_ptr, dz_ptr, M, V, z_stride, dz_stride, inner, outer, softcap,
-    ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    z_ptr, stats_ptr, factor_ptr, dz_ptr, M, V, z_stride, dz_stride, inner, outer, softcap, BLOCK_V: tl.constexpr
+):
     """Write the gradient of the classes that are no candidates, a block of a row a program; dz may be z."""
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
     program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)  # consecutive programs read consecutive memory
     row, block = (program // blocks).to(tl.int64), program % blocks
-    row_counts = tl.load(factor_ptr + 2 * M + row)
+    row_counts = tl.load(factor_ptr + M + row)
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = cols < V
     z_ptr += row * z_stride
     dz_ptr += row * dz_stride
     if row_counts != 0.0:
         m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
-        factor = tl.load(factor_ptr + row)
         z = tl.load(z_ptr + cols, mask=mask, other=0.0)
         y, _ = logit_transform(z, inner, outer, softcap)
-        d = _below(y, m)
-        if ENTROPY:
-            factor += tl.load(factor_ptr + M + row) * d
-        dz = tl.exp2(d * LOG2E) * ((-inner * outer) / s) * factor
+        dz = tl.exp2((y - m) * LOG2E) * ((-inner * outer) / s) * tl.load(factor_ptr + row)
         if softcap is not None:
             dz *= cap_slope(z.to(tl.float32) * inner, softcap)
         tl.store(dz_ptr + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
@@ -319,7 +261,7 @@ def _candidate_block(K: int) -> dict[str, int]:
 
 
 def statistics(logits: Tensor, target: Tensor, transform: LogitTransform) -> Tensor:
-    """Compute a rank's statistics, `[3 + K, M]`, from its columns of the rows `[M, V]`."""
+    """Compute a rank's statistics, `[2 + K, M]`, from its columns of the rows `[M, V]`."""
     (M, V), K = logits.shape, target.shape[1]
     part = empty((STATISTICS + K, M), torch.float32, logits.device)
     wrap_triton(logprob_statistics_kernel)[(M,)](
@@ -330,54 +272,42 @@ def statistics(logits: Tensor, target: Tensor, transform: LogitTransform) -> Ten
     return part
 
 
-def combine(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities `[M, K]`, entropy `[M]` and statistics `[3, M]` from the parts of all ranks."""
+def combine(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities `[M, K]` and statistics `[2, M]` from the parts of all ranks."""
     M, K = target.shape
     logprobs = empty((M, K), torch.float32, parts.device)
-    entropy = empty((M,), torch.float32, parts.device)
     stats = empty((STATISTICS, M), torch.float32, parts.device)
     wrap_triton(logprob_combine_kernel)[(cdiv(M, 128),)](
-        parts, target, logprobs, entropy, stats,
+        parts, target, logprobs, stats,
         M, parts.shape[0] // (STATISTICS + K), K, transform.num_classes, transform.ignore_index,
         BLOCK_M=128, num_warps=4,
     )  # fmt: skip
-    return logprobs, entropy, stats
+    return logprobs, stats
 
 
 def gradients(
-    grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
-    dlogits: Tensor, transform: LogitTransform,
-) -> None:  # fmt: skip
-    """Write the gradient of logits `[M, V]`, given those of log-probabilities `[M, K]` and of the entropy `[M]`.
-
-    `dlogits` may be the logits.
-    """
+    grad: Tensor, logits: Tensor, target: Tensor, stats: Tensor, dlogits: Tensor, transform: LogitTransform
+) -> None:
+    """Write the gradient of logits `[M, V]`, which may be over them, given that of log-probabilities `[M, K]`."""
     (M, V), K = logits.shape, target.shape[1]
     of_candidates = empty((M, K), torch.float32, logits.device)
-    factors = empty((3, M), torch.float32, logits.device)
+    factors = empty((2, M), torch.float32, logits.device)
     stats = stats.contiguous()
     wrap_triton(logprob_candidates_kernel)[(M,)](
-        logits, target, grad, entropy_grad, stats, of_candidates, factors,
-        M, V, K, logits.stride(0), *((0, 0) if grad is None else grad.stride()),
-        0 if entropy_grad is None else entropy_grad.stride(0),
+        logits, target, grad, stats, of_candidates, factors,
+        M, V, K, logits.stride(0), *grad.stride(),
         transform.first_class, transform.num_classes, transform.ignore_index, *transform.factors(),
         transform.softcap or None, **_candidate_block(K),
     )  # fmt: skip
     block = _row_block(V)
     wrap_triton(logprob_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
         logits, stats, factors, dlogits, M, V, logits.stride(0), dlogits.stride(0),
-        *transform.factors(), transform.softcap or None,
-        ENTROPY=entropy_grad is not None, **block,
+        *transform.factors(), transform.softcap or None, **block,
     )  # fmt: skip
     wrap_triton(logprob_scatter_kernel)[(M,)](
         of_candidates, target, dlogits, V, K, dlogits.stride(0),
         transform.first_class, transform.num_classes, transform.ignore_index, **_candidate_block(K),
     )  # fmt: skip
-
-
-def _below_cpu(y: Tensor, m: Tensor) -> Tensor:
-    """`_below` in plain PyTorch."""
-    return (y - m).clamp_(min=LEAST.value)
 
 
 def transform_cpu(logits: Tensor, transform: LogitTransform) -> Tensor:
@@ -412,57 +342,44 @@ def statistics_cpu(logits: Tensor, target: Tensor, transform: LogitTransform) ->
     if V == 0:
         shape = (STATISTICS + target.shape[1], M)
         nothing = torch.full(shape, float("-inf"), dtype=torch.float32, device=logits.device)
-        nothing[1:STATISTICS] = 0.0
+        nothing[1] = 0.0
         return nothing
     y = transform_cpu(logits, transform)
     m = y.amax(-1)
-    d = _below_cpu(y, torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1))
-    w = d.exp()
+    e = (y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)).exp_()
     # In float32 a sum of small terms, one after the other, rounds the largest one's 1 in one direction.
-    s, e = (x.sum(-1, dtype=torch.float64).float() for x in (w, w * d))
+    s = e.sum(-1, dtype=torch.float64).float()
     y_t = torch.where(here, y.gather(-1, column), float("-inf"))
-    return torch.cat((torch.stack((m, s, e)), y_t.t()))
+    return torch.cat((torch.stack((m, s)), y_t.t()))
 
 
-def combine_cpu(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
+def combine_cpu(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
     """`combine` in plain PyTorch."""
     M, K = target.shape
     counts = target.long() != transform.ignore_index
     parts = parts.view(parts.shape[0] // (STATISTICS + K), STATISTICS + K, M)
-    m_r, s_r, e_r = parts[:, 0], parts[:, 1], parts[:, 2]
+    m_r, s_r = parts[:, 0], parts[:, 1]
     m = m_r.amax(0)
-    shift = _below_cpu(m_r, torch.where(m == float("-inf"), 0.0, m))
-    fade = shift.exp()
-    s = (fade * s_r).sum(0)
-    mean = (fade * (e_r + s_r * shift)).sum(0) / s
-    logsum = s.log()
-    logprobs = torch.where(counts, (parts[:, STATISTICS:].amax(0) - m - logsum).t(), 0.0).contiguous()
-    return logprobs, torch.where(counts.any(-1), logsum - mean, 0.0), torch.stack((m, s, mean))
+    s = ((m_r - torch.where(m == float("-inf"), 0.0, m)).exp() * s_r).sum(0)
+    logprobs = torch.where(counts, (parts[:, STATISTICS:].amax(0) - m - s.log()).t(), 0.0).contiguous()
+    return logprobs, torch.stack((m, s))
 
 
 def gradients_cpu(
-    grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
-    dlogits: Tensor, transform: LogitTransform,
-) -> None:  # fmt: skip
+    grad: Tensor, logits: Tensor, target: Tensor, stats: Tensor, dlogits: Tensor, transform: LogitTransform
+) -> None:
     """`gradients` in plain PyTorch."""
     counts, here, column = _candidates_cpu(target, transform, logits.shape[1])
-    y = transform_cpu(logits, transform)
-    m, s, mean = (x.unsqueeze(-1) for x in stats.unbind())
-    d = _below_cpu(y, m)
-    p = d.exp().div_(s)
-    total = torch.zeros_like(m) if grad is None else torch.where(counts, grad, 0.0).sum(-1, keepdim=True)
-    factor = total if entropy_grad is None else total + entropy_grad.unsqueeze(-1) * (d - mean)
-    dy = -p * factor
-    if grad is not None:
-        candidate_grads = torch.where(here, grad, 0.0)
-        # Where p is near 1 the two nearly cancel: their difference first.
-        alike = (target.unsqueeze(-1) == target.unsqueeze(-2)).float() @ candidate_grads.unsqueeze(-1)
-        p_term = p.gather(-1, column) * factor.expand_as(p).gather(-1, column)
-        own = alike.squeeze(-1) - p_term
-        values = torch.where(here, own, dy.gather(-1, column))
-        for k in range(target.shape[1]):  # a candidate that is elsewhere keeps what is in column 0
-            keep = dy.gather(-1, column[:, k : k + 1])
-            dy.scatter_(-1, column[:, k : k + 1], torch.where(here[:, k : k + 1], values[:, k : k + 1], keep))
+    m, s = (x.unsqueeze(-1) for x in stats.unbind())
+    p = (transform_cpu(logits, transform) - m).exp_().div_(s)
+    total = torch.where(counts, grad, 0.0).sum(-1, keepdim=True)
+    dy = -p * total
+    # Where p is near 1 the two nearly cancel: their difference first.
+    alike = (target.unsqueeze(-1) == target.unsqueeze(-2)).float() @ torch.where(here, grad, 0.0).unsqueeze(-1)
+    values = alike.squeeze(-1) - p.gather(-1, column) * total
+    for k in range(target.shape[1]):  # a candidate that is elsewhere keeps what is in column 0
+        at = column[:, k : k + 1]
+        dy.scatter_(-1, at, torch.where(here[:, k : k + 1], values[:, k : k + 1], dy.gather(-1, at)))
     inner, outer = transform.factors()
     dy.mul_(inner * outer)
     if transform.softcap:
@@ -474,8 +391,8 @@ class LogprobFunctions(NamedTuple):
     """The steps from rows of logits to their results, and from gradients of these to the logits'."""
 
     statistics: Callable[[Tensor, Tensor, LogitTransform], Tensor]
-    combine: Callable[[Tensor, Tensor, LogitTransform], tuple[Tensor, Tensor, Tensor]]
-    gradients: Callable[[Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor, LogitTransform], None]
+    combine: Callable[[Tensor, Tensor, LogitTransform], tuple[Tensor, Tensor]]
+    gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, LogitTransform], None]
 
 
 KERNELS = LogprobFunctions(statistics, combine, gradients)

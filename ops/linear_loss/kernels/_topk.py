@@ -255,7 +255,6 @@ def topk_combine_kernel(
     tl.store(logsumexp_ptr + row, tl.where(tl.abs(m) == float("inf"), m, m + logsum))
     tl.store(stats_ptr + row, m)
     tl.store(stats_ptr + M + row, s)
-    tl.store(stats_ptr + 2 * M + row, 0.0)  # nothing has a gradient by the entropy
     slots = tl.arange(0, BLOCK)
     for r in range(0, R):
         slice = r * tl.cast(M, tl.int64) + row
@@ -324,7 +323,7 @@ def candidates(logits: Tensor, k: int, transform: LogitTransform) -> Candidates:
 
 
 def combine(parts: Candidates, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities and classes `[M, K]`, logsumexp `[M]` and statistics `[3, M]` from the parts of all ranks."""
+    """Log-probabilities and classes `[M, K]`, logsumexp `[M]` and statistics `[2, M]` from the parts of all ranks."""
     R, M, device = parts.part.shape[0] // 2, parts.part.shape[1], parts.part.device
     logprobs, indices = empty((M, k), torch.float32, device), empty((M, k), torch.int64, device)
     logsumexp, stats = empty((M,), torch.float32, device), empty((STATISTICS, M), torch.float32, device)
@@ -376,7 +375,7 @@ def combine_cpu(parts: Candidates, k: int) -> tuple[Tensor, Tensor, Tensor, Tens
     key = parts.keys.view(R, M, k).movedim(0, 1).reshape(M, R * k).topk(k).values
     logprobs = (_number_cpu((key >> 32).int()) - m.unsqueeze(-1)) - logsum.unsqueeze(-1)
     logsumexp = torch.where(m.isinf(), m, m + logsum)
-    return logprobs, (key & NOT_SIGN.value) ^ NOT_SIGN.value, logsumexp, torch.stack((m, s, torch.zeros_like(m)))
+    return logprobs, (key & NOT_SIGN.value) ^ NOT_SIGN.value, logsumexp, torch.stack((m, s))
 
 
 class TopkFunctions(NamedTuple):
