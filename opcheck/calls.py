@@ -277,7 +277,13 @@ def _require(
             bound = reference.error_bound(i, DRAWS) if has_same_shape else None
             first = "" if bound is None else _first_wrong(result, exact, actual.inputs, bound, factor)
             size = violation.error / max(violation.allowed, 1e-300) if isinstance(violation, Violation) else math.inf
-            raise BrokenPromise(f"{sample}: {name}: {violation}{first}", name, size)
+            raise BrokenPromise(f"{sample}: {name}: {violation}{first}{_blame(exact, actual)}", name, size)
+
+
+def _blame(exact: Tensor, actual: Outcome) -> str:
+    """Return words about a reference that is NaN where no input is, such as one that overflows in float64."""
+    inputs_are_finite = all(bool(x.isfinite().all()) for x in actual.inputs.values() if x.is_floating_point())
+    return "; the reference itself is NaN for finite inputs" if inputs_are_finite and bool(exact.isnan().any()) else ""
 
 
 def _first_wrong(

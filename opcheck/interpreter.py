@@ -91,6 +91,8 @@ class _Launch:
     kernel: str
     named: dict[str, Tensor]
     order: Callable[[int, int], int]
+    tracks: bool
+    """Whether the addresses that are written are noted: to tell sums from races, in a launch that runs again."""
     arguments: list[_Argument] = field(default_factory=list)
     stored: list[np.ndarray] = field(default_factory=list)
     summed: list[np.ndarray] = field(default_factory=list)
@@ -223,7 +225,8 @@ def _watching_launch(original: Any) -> Any:
 
         def run(order: Callable[[int, int], int] = _in_order) -> _Launch:
             global _launch
-            launch = _launch = _Launch(executor.fn.__name__, named, order)
+            tracks = order is _in_order and any(watch.reorder for watch in _watches)
+            launch = _launch = _Launch(executor.fn.__name__, named, order, tracks)
             try:
                 original(executor, *args, **kwargs)
                 return launch
@@ -332,7 +335,7 @@ def _checking_load(original: Any) -> Any:
 def _checking_store(original: Any) -> Any:
     def store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
         found = _found(pointers, mask, "stores to")
-        if _launch is not None:
+        if _launch is not None and _launch.tracks:
             _launch.stored.append(_active(found, mask))
         return original(builder, found, value, mask, *rest, **options)
 
@@ -345,7 +348,8 @@ def _checking_atomic(original: Any) -> Any:
         if _launch is not None and pointers.get_element_ty().is_floating():
             for watch in _watches:
                 watch.float_atomics.append(f"{_launch.kernel}: tl.atomic_{kind.name.lower()} on floats")
-            (_launch.summed if kind.name == "FADD" else _launch.stored).append(_active(found, mask))
+            if _launch.tracks:
+                (_launch.summed if kind.name == "FADD" else _launch.stored).append(_active(found, mask))
         return original(builder, kind, found, value, mask, *rest)
 
     return atomic

@@ -1,9 +1,10 @@
 """The state of the process that a call may change for all others: PyTorch's settings, its functions, random numbers."""
 
+import contextlib
 import inspect
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -67,12 +68,22 @@ def restore_functions(values: dict[str, Any]) -> list[str]:
     return replaced
 
 
-def seed(number: int) -> None:
-    """Seed the random numbers of PyTorch on the CPU and on a GPU, of Python and of NumPy."""
-    torch.manual_seed(number)
-    random.seed(number)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number)
+@contextlib.contextmanager
+def seeded(number: int) -> Iterator[None]:
+    """Seed the random numbers of PyTorch, Python and NumPy inside, and put their state back after."""
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        random.seed(number)
+        if numpy:
+            numpy.random.seed(number)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
 
 
 def random_state() -> dict[str, Any]:

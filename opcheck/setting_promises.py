@@ -38,7 +38,7 @@ from llmk.opcheck.inputs import (
     with_default_device,
     with_default_dtype,
 )
-from llmk.opcheck.process_state import functions, random_state, restore, restore_functions, seed, settings
+from llmk.opcheck.process_state import functions, random_state, restore, restore_functions, seeded, settings
 from llmk.opcheck.reference import REFUSALS, nudged
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
@@ -250,9 +250,9 @@ def side_effects(op: Op, samples: Sequence[Sample]) -> None:
     for sample in few_kinds(op, samples):
         states = []
         for number in (1, 2):  # random numbers that are only drawn leave different states behind
-            seed(number)
-            call(op, sample)
-            states.append(random_state())
+            with seeded(number):
+                call(op, sample)
+                states.append(random_state())
         found = restore_state()
         found += [f"it seeds {whose} random numbers" for whose in states[0] if states[0][whose] == states[1][whose]]
         for words in found:

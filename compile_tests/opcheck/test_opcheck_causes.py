@@ -12,6 +12,7 @@ from llmk.opcheck.causes import causes
 from llmk.opcheck.inputs import MEMORY
 from llmk.opcheck.page import page
 from llmk.opcheck.runner import Result
+from llmk.registry import Sample
 
 
 def broken(promise: str, message: str, wrong: str = "", dtype: str = "float32", path: str = "reference") -> Result:
@@ -121,3 +122,13 @@ def test_nan_that_is_computed_was_written() -> None:
 
     found = [check(square(fn.__name__, fn), only=["every_element_written"])[0] for fn in (computed, unwritten)]
     assert [result.passed for result in found] == [True, False]
+
+
+def test_a_reference_that_overflows_is_named() -> None:
+    def softmax(x: Tensor) -> Tensor:
+        return x.exp() / x.exp().sum(-1, keepdim=True)
+
+    op = square("right_softmax", lambda x: x.softmax(-1), reference=softmax, differentiable=())
+    sample = Sample((torch.full((2, 3), 1000.0, dtype=torch.float32),), why="large")
+    (result,) = check(op, [sample], only=["values_and_gradients"])
+    assert result.message.endswith("; the reference itself is NaN for finite inputs")

@@ -1,5 +1,7 @@
 """opcheck on operators as the field has them: no finding in right ones, and the cause of wrong ones first."""
 
+import random
+
 import pytest
 import torch
 
@@ -46,3 +48,10 @@ def test_a_sum_by_atomics_is_noted() -> None:
     assert result.passed
     (note,) = notes([result])
     assert note.endswith("of out_ptr depends on the order of the programs (reversed): it is a sum by atomics")
+
+
+def test_the_callers_random_numbers_go_on() -> None:
+    """Whatever is seeded for a check."""
+    state = random.getstate()
+    check(RIGHT["huber"], only=["side_effects"])
+    assert random.getstate() == state
