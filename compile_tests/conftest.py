@@ -7,6 +7,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # tests run side by side, one on each c
     # OpenMP's threads wait for one another after each loop: where there are more than cores, 5 to 40 times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,12 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
         yield
+
+
+@pytest.fixture(scope="session")
+def vectors_known() -> None:
+    """Inductor knows what vectors the processor has, before a test gives it an empty cache."""
+    importlib.import_module("compile_tests.helpers.vector_isa")
 
 
 @pytest.fixture(autouse=True)

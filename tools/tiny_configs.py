@@ -53,7 +53,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": ONE_OF_EACH,
-    "kimi_linear": ONE_OF_EACH,
+    "kimi_linear": {**ONE_OF_EACH, "linear_head_dim": 8, "linear_num_heads": 4},
     "mamba2": {"head_dim": 16, "n_groups": 1},
     "prophetnet": {"num_hidden_layers": None},
     "qwen3_5_moe_text": ONE_OF_EACH,

@@ -86,6 +86,7 @@ KINDS = [*CONSTANTS, "of a module"]
 FEW = "a float in a list", "bools", "a scalar", "an array of NumPy's", "a number that is written", "of a module"
 
 
+@pytest.mark.usefixtures("vectors_known")
 @pytest.mark.parametrize("kind", some_of(KINDS, FEW))
 def test_another_constant_is_another_entry(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients, and the first program again, which the cache has."""

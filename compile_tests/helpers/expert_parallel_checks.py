@@ -1,8 +1,7 @@
-"""Experts over ranks, against one process that has all, by two processes and by four, started as a module."""
+"""Experts over ranks, against one process that has all."""
 
 import copy
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from compile_tests.helpers.families import small_model, tokens
-from compile_tests.helpers.forked import forked
 from compile_tests.helpers.rank_slices import OwnRows
 from llmk.nn import expert_parallel_moe
 from llmk.opcheck.calls import call, require_accurate
@@ -189,14 +187,10 @@ def of_transformers(mesh: DeviceMesh, family: str) -> Iterator[str]:
             raise
 
 
-def check() -> None:
-    dist.init_process_group("gloo")
+def all_are_equal() -> None:
     wrong = list(equal(init_device_mesh("cpu", (dist.get_world_size(),))))
-    dist.destroy_process_group()
     assert not wrong, "\n".join(wrong)
 
 
-if __name__ == "__main__":
-    outcomes = [forked(ranks, check) for ranks in (2, 4)]
-    failed = any(any(outcome["codes"]) for outcome in outcomes)
-    sys.exit("\n".join(line for outcome in outcomes for line in outcome["errors"]) if failed else 0)
+def checks(rank: int, world: int) -> Mapping[str, Callable[[], None]]:
+    return {"equal": all_are_equal}

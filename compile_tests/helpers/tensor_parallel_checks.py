@@ -1,17 +1,17 @@
-"""The results that `llmk.transformers.tensor_parallel` must keep, checked by two processes together."""
+"""The results that `llmk.transformers.tensor_parallel` must keep, checked by two ranks together."""
 
+import functools
 import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from compile_tests.helpers.forked import forked
 from llmk.transformers import patch, tensor_parallel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -83,15 +83,10 @@ def refuses(model: nn.Module, mesh, message: str) -> None:
         tensor_parallel(model, mesh)
 
 
-def check() -> None:
-    dist.init_process_group("gloo")
-    check_refusals()
-    for name in MODELS:
-        for patched in (True, False):
-            check_model(name, patched)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    outcome = forked(2, check)
-    sys.exit("\n".join(outcome["errors"]) if any(outcome["codes"]) else 0)
+def checks(rank: int, world: int) -> Mapping[str, Callable[[], None]]:
+    models = {
+        f"{name}, {'patched' if patched else 'as it was'}": functools.partial(check_model, name, patched)
+        for name in MODELS
+        for patched in (True, False)
+    }
+    return {"refusals": check_refusals} | models

@@ -1,18 +1,19 @@
 """`llmk.nn.expert_parallel_moe` and `llmk.transformers.expert_parallel`, by two and four processes on the CPU."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from llmk.registry.devices import INTERPRET
+
+pytest.importorskip("transformers")
+
+from compile_tests.helpers.expert_parallel_checks import checks
+from compile_tests.helpers.rank_processes import errors_of_ranks
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the processes run without interpreter")
-def test_ranks_are_one_process() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "compile_tests.helpers.expert_parallel_checks"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.skipif(INTERPRET, reason="the processes run without interpreter")
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_are_one_process(world: int, tmp_path: Path) -> None:
+    errors = errors_of_ranks(checks, world, tmp_path)
+    assert not errors, "\n".join(errors)

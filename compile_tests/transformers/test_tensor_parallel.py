@@ -1,20 +1,18 @@
 """`llmk.transformers.tensor_parallel`, by two processes on the CPU."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from llmk.registry.devices import INTERPRET
+
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[2]
+from compile_tests.helpers.rank_processes import errors_of_ranks
+from compile_tests.helpers.tensor_parallel_checks import checks
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the processes run without interpreter")
-def test_a_split_model_is_the_whole_model():
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "compile_tests.helpers.tensor_parallel_checks"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.skipif(INTERPRET, reason="the processes run without interpreter")
+def test_a_split_model_is_the_whole_model(tmp_path: Path) -> None:
+    errors = errors_of_ranks(checks, 2, tmp_path)
+    assert not errors, "\n".join(errors)
