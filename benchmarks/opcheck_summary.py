@@ -2,8 +2,8 @@
 
 A line holds an operator on a path in a dtype. For each promise, in the order of the list at the top, it has the number
 of calls and the seconds, null where the promise was not asked for; `broken` has the messages of those that are not
-kept, and `wrong` the results that they name, if they do. `results_of` gives the results back, with seconds to a
-hundredth. The file is replaced.
+kept, `wrong` the results that they name, if they do, and `accepted` a baseline's reasons. `results_of` gives the
+results back, with seconds to a hundredth. The file is replaced.
 """
 
 import argparse
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 KEY = ("op", "device", "dtype", "path")
+DETAILS = ("wrong", "accepted")
+"""What a result says in a few words, mostly nothing."""
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -33,19 +35,22 @@ def _row(key: tuple[str, ...], group: dict[str, dict[str, Any]], promises: list[
         "seconds": [result and round(result["seconds"], 2) for result in found],
         "broken": {name: result["message"] for name, result in group.items() if not result["passed"]},
     }
-    wrong = {name: result["wrong"] for name, result in group.items() if result["wrong"]}
-    return row | {"wrong": wrong} if wrong else row
+    for field in DETAILS:
+        given = {name: result[field] for name, result in group.items() if result[field]}
+        row |= {field: given} if given else {}
+    return row
 
 
 def results_of(summary: dict[str, Any]) -> dict[str, Any]:
     """The report of a summary: a result for each operator, path, dtype and promise."""
     results = []
     for row in summary["rows"]:
-        key, broken, wrong = {name: row[name] for name in KEY}, row["broken"], row.get("wrong", {})
+        key, broken = {name: row[name] for name in KEY}, row["broken"]
         for promise, calls, seconds in zip(summary["promises"], row["calls"], row["seconds"], strict=True):
             if calls is not None:
                 verdict = {"passed": promise not in broken, "message": broken.get(promise, "")}
-                took = {"seconds": seconds, "calls": calls, "wrong": wrong.get(promise, "")}
+                details = {field: row.get(field, {}).get(promise, "") for field in DETAILS}
+                took = {"seconds": seconds, "calls": calls, **details}
                 results.append({**key, "promise": promise, **verdict, **took})
     return {name: value for name, value in summary.items() if name not in ("promises", "rows")} | {"results": results}
 

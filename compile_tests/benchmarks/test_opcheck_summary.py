@@ -14,17 +14,17 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("opcheck-*.json"))
 
 
-def result(op: str, promise: str, seconds: float, calls: int, message: str = "", wrong: str = "") -> dict[str, object]:
+def result(op: str, promise: str, seconds: float, calls: int, message: str = "", **details: str) -> dict[str, object]:
     passed = not message
-    return asdict(Result(op, "cpu", "float32", "reference", promise, passed, message, seconds, calls, wrong))
+    return asdict(Result(op, "cpu", "float32", "reference", promise, passed, message, seconds, calls, **details))
 
 
 def test_a_summary_gives_the_results_back() -> None:
     results = [
         result("add", "no_alias", 0.25, 8),
         result("add", "deterministic", 1.5, 0),
-        result("tvd", "deterministic", 0.0, 3, 'a "message"\nof two lines', "output 0"),
-        result("tvd", "compiled", 2.0, 1, "broken before its first call"),
+        result("tvd", "deterministic", 0.0, 3, 'a "message"\nof two lines', wrong="output 0"),
+        result("tvd", "compiled", 2.0, 1, "broken before its first call", accepted="known"),
     ]
     report = {"device": "cpu (x86_64)", "paths": ["reference"], "results": results}
     text = summary(report)
