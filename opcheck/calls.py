@@ -236,7 +236,8 @@ GROSS = 16.0
 def require_no_gross_error(op: Op, sample: Sample, actual: Outcome) -> None:
     """Hold every result against the reference where what is asked is whether it is right, not how exact.
 
-    An error may be GROSS times the composition's largest, the largest error bound, or what cancels.
+    An error may be GROSS times the composition's largest, the largest error bound, or what roundings within
+    the formula move the result by.
     """
 
     def judge(reference: Reference, i: int, result: Tensor, factor: float) -> Violation | None:
@@ -245,7 +246,7 @@ def require_no_gross_error(op: Op, sample: Sample, actual: Outcome) -> None:
         assert exact is not None
         if accuracy_violation(result, composition, exact, GROSS) is None:
             return None
-        moved = [exact + bound for bound in (reference.error_bound(i, DRAWS), reference.cancelled(i))]
+        moved = [exact + bound for bound in (reference.error_bound(i, DRAWS), reference.moved_within(i))]
         return accuracy_violation(result, composition, exact, GROSS, [(near, exact) for near in moved])
 
     _require(op, sample, actual, incoming_gradients, judge)

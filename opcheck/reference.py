@@ -45,6 +45,8 @@ MORE_DRAWS = 32
 """Before a result is called wrong."""
 NEIGHBOURS = 8
 """Inputs near one on which a composition's error is measured too; opcheck takes twice as many, and as many far ones."""
+CANCELS = 16
+"""Units of float32 by which a result moves whose terms are so much larger that four bits of it are lost, or more."""
 FAR = torch.finfo(torch.bfloat16).eps
 """The relative distance of the far inputs, which rounds every number anew, also a float32 difference of 2^-16."""
 _MOST_KEPT = 64
@@ -126,7 +128,18 @@ class Reference:
         return torch.stack(errors).mean(0).sqrt().nan_to_num(0.0, posinf=0.0)
 
     def cancelled(self, result: int) -> Tensor:
-        """Return what roundings within the formula move each element by: those of float32, in which kernels compute.
+        """Return what roundings within the formula move each element by whose terms cancel, and 0 for the others.
+
+        Terms cancel where the roundings of float32, in which kernels compute, move a result by more than CANCELS units:
+        a chain of n operations without it moves its result by some sqrt(n).
+        """
+        exact = self.exact[result]
+        assert exact is not None
+        moved = self.moved_within(result)
+        return torch.where(moved > CANCELS * torch.finfo(torch.float32).eps * exact.abs(), moved, 0.0)
+
+    def moved_within(self, result: int) -> Tensor:
+        """Return what roundings within the formula move each element by: those of float32.
 
         Of an element that roundings to the result's dtype move by more than itself nothing is left to say how large its
         terms are: it may be off by as much as any other such.

@@ -15,7 +15,7 @@ FEW = "values_and_gradients or no_mutation or batch_invariant or edge_rows"
 
 def run_pytest(folder: Path, *arguments: str) -> tuple[int, list[str]]:
     command = [sys.executable, "-m", "pytest", "-p", "llmk_pytest", "-p", "no:cacheprovider", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # it may be installed
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, (done.stdout + done.stderr).splitlines()

@@ -218,7 +218,7 @@ def linear_logprobs(
     still to come add up.
 
     Where `linear_weight` is a DTensor whose classes are sharded, `Shard(0)`, over one dimension of its mesh, each rank
-    keeps its own, and the ranks gather 3 + K float32 numbers of each token; see `fused_linear_ce`. So they do where
+    keeps its own, and the ranks gather 4 + K float32 numbers of each token; see `fused_linear_ce`. So they do where
     each rank of the group `group_name` has some rows of it in a plain tensor; `llmk.functional.vocab_slice` gives the
     three arguments for it. Every rank then makes the call, with tensors that are alike but for its rows of the weight
     and of the bias, has the same results, and gets the whole gradient of `input`, summed over the ranks in float32.
