@@ -287,7 +287,7 @@ def _are_positions(node: Node, axis: int, shape: tuple[Any, ...]) -> bool:
     try:
         for tensor, sizes in samples(node):
             rows = sizes.of(shape)
-            places = torch.arange(rows[axis]).view(-1, *[1] * (len(rows) - axis - 1))
+            places = torch.arange(rows[axis], dtype=torch.int64, device="cpu").view(-1, *[1] * (len(rows) - axis - 1))
             if not bool((tensor.expand(rows) == places).all()):
                 return False
     except (NotSmall, RuntimeError):  # its shape is another one

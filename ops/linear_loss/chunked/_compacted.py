@@ -71,10 +71,9 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor, count: Tensor | None = No
         )
 
 
-def ordered(mask: Tensor, dtype: torch.dtype, segment: int | None = None) -> tuple[Tensor, Tensor]:
+def ordered(mask: Tensor, dtype: torch.dtype, segment: int) -> tuple[Tensor, Tensor]:
     """List the rows of a mask `[N]`, in each segment of so many: their places `[N]`, and how many it says, int32."""
     N = mask.shape[0]
-    segment = max(N, 1) if segment is None else min(segment, max(N, 1))
     segments = cdiv(max(N, 1), segment)
     place, count = empty((N,), dtype, mask.device), empty((segments,), torch.int32, mask.device)
     block = min(4096, next_power_of_2(segment))
@@ -130,9 +129,10 @@ class CompactedTokens:
         shape, mask = tuple(mask.shape), mask.reshape(-1)
         if on_host:
             return cls(shape, mask.nonzero().squeeze(-1))
-        index, counts = ordered(mask, torch.int64, segment)
         most = max(mask.shape[0], 1)  # no tokens are one segment of none that counts
-        return cls(shape, index, RowCounts(counts, most if segment is None else min(segment, most)))
+        segment = most if segment is None else min(segment, most)
+        index, counts = ordered(mask, torch.int64, segment)
+        return cls(shape, index, RowCounts(counts, segment))
 
     def part(self, rows: slice) -> "CompactedTokens":
         """Return the tokens of one segment's rows by themselves, `[rows]`."""

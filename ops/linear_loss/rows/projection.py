@@ -174,7 +174,7 @@ class KernelProjection:
 
     def _make_far_rows(self, rows: Rows, reference: Tensor, far: Tensor, p: Tensor) -> None:
         """Make the exponentials again of rows whose own class is far below the largest, relative to that."""
-        place, number = ordered(far, torch.int32)
+        place, number = ordered(far, torch.int32, far.shape[0])
         scratch = self.scratch_rows(rows.x.shape[0])
         gather_rows(rows.x, place, scratch, number)
         weights = self.weights._replace(class_weight=None)
