@@ -38,7 +38,7 @@ def cached(key: Any, x: Tensor) -> Tensor:
     return CACHE[key].clone()
 
 
-@cheat("fresh_numbers|two_calls|another_thread")
+@cheat("wrong values|fresh_numbers|two_calls|another_thread")  # the allocator decides which one meets the address
 def cache_by_address(x: Tensor) -> Tensor:
     return cached((x.data_ptr(), x.shape, x.stride(), x.dtype), x)
 

@@ -1,6 +1,7 @@
 """One cause is one paragraph: results that are wrong alike, or end with the same error, the gravest first."""
 
 import dataclasses
+import re
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ def test_a_missing_factor_is_one_finding() -> None:
     assert cause.first.promise == "values_and_gradients"
     text = str(cause)
     assert text.startswith("wrong gradients: missing_factor float32 (reference) breaks values_and_gradients:\n")
-    assert "a larger one [(8, 8)]: gradient of input: " in text
-    assert "the first of 64 wrong elements, [0, 0], is " in text
+    assert re.search(r"\n  a (matrix|larger one) \[.*\]: gradient of input: ", text)  # whichever of the two is worse
+    assert re.search(r"the first of \d+ wrong elements, \[0, 0\], is ", text)
     assert ", expected " in text
     assert ", where input is " in text
     assert text.partition("\n  and")[0].endswith("; the worst of 2 samples")

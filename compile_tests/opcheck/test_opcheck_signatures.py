@@ -1,6 +1,7 @@
 """Operators without a record: samples from the signature or a Hypothesis strategy, and another operator beside."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_a_wrong_gradient_is_found_without_a_record() -> None:
 
     (found,) = causes(check(wrong, reference=torch.square, dtypes=FLOAT32, only=VALUES))
     assert found.kind == "wrong gradients"
-    assert found.first.message.startswith("odd width [(3, 37)]: gradient of x: element")
+    assert re.match(r"(odd width|powers of two) \[.*\]: gradient of x: element", found.first.message)
 
 
 def test_arguments_that_no_signature_tells_are_named() -> None:
