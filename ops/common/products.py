@@ -50,6 +50,9 @@ def product_tile(
 ):  # fmt: skip
     """Return the tile's products in float32, in rows and columns past the end those of its first ones."""
     rows, cols, ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    # Within a tile too, rows of a matrix that is part of another one may lie 2**31 elements apart.
+    x_stride_m, x_stride_k = tl.cast(x_stride_m, tl.int64), tl.cast(x_stride_k, tl.int64)
+    w_stride_n, w_stride_k = tl.cast(w_stride_n, tl.int64), tl.cast(w_stride_k, tl.int64)
     # Rows and columns past the end read the tile's first ones again: only K needs a mask in the loop.
     x_rows = tl.where(first_row + rows < M, rows, 0)
     w_cols = tl.where(first_col + cols < N, cols, 0)

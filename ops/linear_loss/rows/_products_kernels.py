@@ -10,6 +10,11 @@ from llmk.ops.common.math import LOG2E, cap, cap_slope, exp, log1p
 from llmk.ops.common.products import column_eighths, column_halves, product_tile
 from llmk.registry import jit
 
+NEAR: tl.constexpr = tl.constexpr(8.0)
+"""Exponentials of numbers up to it lose three bits to the rounding of their arguments."""
+LEAST_DISTANCE: tl.constexpr = tl.constexpr(-1e4)
+"""Exponentials of what is below are 0."""
+
 
 @jit
 def product(
@@ -41,12 +46,31 @@ def transformed(z, bias_ptr, cols, V, inner, outer, softcap, ROUNDED: tl.constex
         z += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
     if ROUNDED:
         z = z.to(LOW).to(tl.float32)
-    z *= inner
-    if softcap is None:
-        y, slope = z * outer, 1.0
-    else:
-        y, slope = cap(z, softcap, not ROUNDED) * outer, cap_slope(z, softcap) * (inner * outer)
+    return capped(z, inner, outer, softcap, ROUNDED)
+
+
+@jit
+def capped(z, inner, outer, softcap, ROUNDED: tl.constexpr):
+    """Return y and dy / dz of logits as numbers of `Transform.numbers`, without the factor that all have in common."""
+    if inner is not None:
+        z *= tl.cast(inner, tl.float32)
+    y, slope = z, 1.0
+    if softcap is not None:
+        outer = tl.cast(outer, tl.float32)
+        y, slope = cap(z, softcap, not ROUNDED) * outer, cap_slope(z, softcap) * (tl.cast(inner, tl.float32) * outer)
     return y, slope
+
+
+@jit
+def base_of(reference, m):
+    """Return what sums of exponentials of numbers up to m are relative to: the reference unless m is far above it."""
+    return finite_base(tl.where(m > reference + NEAR, m, reference))
+
+
+@jit
+def finite_base(m):
+    """Return what numbers up to m are made relative to: -inf minus -inf would be NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
 
 
 @jit
@@ -59,31 +83,40 @@ def relative_to(m, base, total, moment):
 
 
 @jit
-def finite_base(m):
-    """Return what numbers up to m are made relative to: -inf minus -inf would be NaN."""
-    return tl.where(m == float("-inf"), 0.0, m)
+def add_exponentials(y, reference, m, total, moment, MOMENTS: tl.constexpr):
+    """Return the exponentials of some columns relative to a reference; and m, total and moment with theirs.
+
+    m is the largest number, and total and moment are sums of exponentials and of these times the distance to m, both
+    relative to `base_of(reference, m)`.
+    """
+    base, new_m = base_of(reference, m), tl.maximum(m, tl.max(y, axis=1))
+    new_base = base_of(reference, new_m)
+    e = tl.exp2((y - new_base[:, None]) * LOG2E)
+    fade = tl.where(base == new_base, 1.0, tl.exp2((base - new_base) * LOG2E))  # infinity minus infinity would be NaN
+    if MOMENTS:
+        top = finite_base(new_m)
+        moved = tl.where(total > 0.0, m - top, 0.0)
+        distance = tl.maximum(y - top[:, None], LEAST_DISTANCE)  # 0 times infinity would be NaN
+        moment = fade * (moment + moved * total) + tl.sum(e * distance, axis=1)
+    total = fade * total + tl.sum(e, axis=1)
+    is_far = new_base != reference
+    if tl.max(is_far.to(tl.int32), axis=0) > 0:
+        e *= tl.where(is_far, tl.exp2((new_base - reference) * LOG2E), 1.0)[:, None]
+    return e, new_m, total, moment
 
 
 @jit
-def exponentials_of(y, others, reference):
-    """Return the exponentials of some columns relative to a reference; their largest, sum and moment relative to it."""
-    y = tl.where(others, y, float("-inf"))
-    m = tl.max(y, axis=1)
-    distance = y - finite_base(m)[:, None]
+def gradients_of(y, reference, a, b):
+    """Return E (a + b log E) of some columns, E their exponentials relative to a reference."""
+    distance = y - reference[:, None]
     e = tl.exp2(distance * LOG2E)
-    total = tl.sum(e, axis=1)
-    moment = tl.sum(e * tl.where(e > 0.0, distance, 0.0), axis=1)
-    fade = tl.where(total > 0.0, tl.exp2((m - reference) * LOG2E), 0.0)
-    return e * fade[:, None], m, total, moment
+    return e * (a[:, None] + b[:, None] * tl.maximum(distance, LEAST_DISTANCE))  # 0 times infinity would be NaN
 
 
 @jit
-def gradients_of(y, others, reference, a, b, u, w):
-    """Return E (a + b log E) + u w of some columns, E their exponentials relative to a reference."""
-    distance = tl.where(others, y - reference[:, None], float("-inf"))
-    e = tl.exp2(distance * LOG2E)
-    value = e * (a[:, None] + b[:, None] * tl.where(e > 0.0, distance, 0.0))
-    return value + tl.where(others, u[:, None] * w, 0.0)
+def is_other(cols, limit, own):
+    """Return the mask of the columns below a row's limit that are not its own."""
+    return (cols[None, :] < limit[:, None]) & (cols[None, :] != own[:, None])
 
 
 @jit
@@ -92,23 +125,22 @@ def logits_kernel(
     K, M, V, H, x_stride, w_stride_v, w_stride_h, p_stride, inner, outer, softcap,
     GRADIENTS: tl.constexpr, MOMENTS: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr,
     DESCRIBED: tl.constexpr, P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr,
-    PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PIECES: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles of x W^T, and of their rows either exponentials with their sums, or GRADIENTS.
 
     `row [4, M]` has the rows' references and the coefficients of gradients; a reference of +inf is a row that does not
-    count. `part [4, tiles, M]` gets the sums of exponentials relative to the largest logit of the tile, that, with
-    MOMENTS their moments, and with class weights weighted logits. With a `place` a row of x is that row of all others.
+    count. `part [4, tiles, M]` gets the sums of exponentials as `add_exponentials` has them, the largest logit of the
+    tile, with MOMENTS their moments, and with class weights weighted logits. With a `place` a row of x is that row of all others.
     Columns `out [M, K]` are left out besides a row's own, those of a tile from `first_out [tiles + 1, M]` on.
     """
-    inner, outer = tl.cast(inner, tl.float32), tl.cast(outer, tl.float32)
     end = tl.load(count_ptr)
     tiles_m, tiles_n = tl.cdiv(end, BLOCK_M), tl.cdiv(V, BLOCK_N)
     WIDTH: tl.constexpr = BLOCK_N // PIECES  # a piece of a tile at a time: an epilogue has few registers left
     LOW: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
     SCALE: tl.constexpr = 32768.0 if FLOAT16 else 1.0
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
         first_row, col_tile = (tile % tiles_m) * BLOCK_M, tile // tiles_m
         first_col = col_tile * BLOCK_N
         z = product(
@@ -122,7 +154,7 @@ def logits_kernel(
             place = tl.load(place_ptr + rows, mask=inside, other=0)
         reference = tl.load(row_ptr + place, mask=inside, other=float("inf"))
         own = tl.load(own_ptr + place, mask=inside, other=-1)
-        counts = inside & (reference < float("inf"))
+        limit = tl.where(inside & (reference < float("inf")), V, 0)  # no column of a row that does not count
         if GRADIENTS:
             a = tl.load(row_ptr + M + place, mask=inside, other=0.0)
             b = tl.load(row_ptr + 2 * M + place, mask=inside, other=0.0)
@@ -133,7 +165,15 @@ def logits_kernel(
             number_out -= first_out
             most_out = tl.max(number_out, axis=0)
             out_ptrs = out_ptr + place.to(tl.int64) * K + first_out
-        pieces = column_eighths(z) if PIECES == 8 else column_halves(z)
+        # Most tiles have no column that is left out: comparing them all would take a third of the epilogue.
+        is_own = (own >= first_col) & (own < first_col + BLOCK_N)
+        has_others = tl.max((is_own | (limit < first_col + BLOCK_N)).to(tl.int32), axis=0)
+        if PIECES == 8:
+            pieces = column_eighths(z)
+        elif PIECES == 2:
+            pieces = column_halves(z)
+        else:
+            pieces = (z,)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         moment = tl.zeros((BLOCK_M,), dtype=tl.float32)
         weighted = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -142,27 +182,23 @@ def logits_kernel(
             col = first_col + i * WIDTH
             cols = col + tl.arange(0, WIDTH)
             y, slope = transformed(pieces[i], bias_ptr, cols, V, inner, outer, softcap, ROUNDED, LOW)
-            others = counts[:, None] & (cols < V)[None, :] & (cols[None, :] != own[:, None])
             kept = y
+            if has_others > 0:
+                kept = tl.where(is_other(cols, limit, own), y, float("-inf"))
             if out_ptr is not None:
                 for k in range(most_out):
                     out = tl.load(out_ptrs + k, mask=k < number_out, other=-1)
                     kept = tl.where(cols[None, :] == out[:, None], float("-inf"), kept)
-            class_weight = tl.zeros((1, WIDTH), dtype=tl.float32)
+            if GRADIENTS:
+                value = gradients_of(kept, reference, a, b)
+            else:
+                value, largest, total, moment = add_exponentials(kept, reference, largest, total, moment, MOMENTS)
             if class_weight_ptr is not None:
                 class_weight = tl.load(class_weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
-            if GRADIENTS:
-                value = gradients_of(kept, others, reference, a, b, u, class_weight)
-            else:
-                value, m, piece_total, piece_moment = exponentials_of(kept, others, reference)
-                new_largest = tl.maximum(largest, m)
-                base = finite_base(new_largest)
-                total, moment = relative_to(largest, base, total, moment)
-                piece_total, piece_moment = relative_to(m, base, piece_total, piece_moment)
-                largest = new_largest
-                total += piece_total
-                moment += piece_moment
-                if class_weight_ptr is not None:
+                others = is_other(cols, limit, own)
+                if GRADIENTS:
+                    value += tl.where(others, u[:, None] * class_weight, 0.0)
+                else:
                     weighted += tl.sum(tl.where(others, class_weight * y, 0.0), axis=1)
             if p is not None:
                 stored = (value * slope * SCALE).to(LOW)
@@ -195,10 +231,13 @@ def pair_sums(x):
 
 @jit
 def combine_kernel(
-    part_ptr, count_ptr, out_ptr, M, tiles, MOMENTS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    part_ptr, row_ptr, count_ptr, out_ptr, M, tiles, MOMENTS: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of rows, `[4, tiles, M]`, in the order of the tiles: out `[4, M]`, relative to the second."""
+    """Add the parts of rows, `[4, tiles, M]`, in the order of the tiles: out `[4, M]`.
+
+    They are relative to the second, the larger one of the row's reference, `row [M]`, and its largest logit.
+    """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < tl.load(count_ptr)
     step = tl.cast(tiles, tl.int64) * M
@@ -208,7 +247,9 @@ def combine_kernel(
         mask = (t < tiles)[:, None] & inside[None, :]
         part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])
         largest = tl.maximum(largest, tl.load(part_ptrs + step, mask=mask, other=float("-inf")))
-    m = tl.max(largest, axis=0)
+    m, reference = tl.max(largest, axis=0), tl.load(row_ptr + rows, mask=inside, other=0.0)
+    m = tl.where(m > reference, m, reference)  # NaN of a reference stays
+    top = finite_base(m)[None, :]
     total = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
     moment = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
     weighted = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
@@ -217,15 +258,16 @@ def combine_kernel(
         mask = (t < tiles)[:, None] & inside[None, :]
         part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])
         part_total = tl.load(part_ptrs, mask=mask, other=0.0)
-        part_moment = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
+        part_m = tl.load(part_ptrs + step, mask=mask, other=float("-inf"))
+        distance = tl.where(part_total > 0.0, base_of(reference[None, :], part_m) - top, 0.0)
+        fade = tl.exp2(distance * LOG2E)
         if MOMENTS:
             part_moment = tl.load(part_ptrs + 2 * step, mask=mask, other=0.0)
+            moved = tl.where(part_total > 0.0, part_m - top, 0.0)
+            moment += fade * (part_moment + moved * part_total)
         if WEIGHTED:
             weighted += tl.load(part_ptrs + 3 * step, mask=mask, other=0.0)
-        part_m = tl.load(part_ptrs + step, mask=mask, other=0.0)
-        part_total, part_moment = relative_to(part_m, finite_base(m)[None, :], part_total, part_moment)
-        total += part_total
-        moment += part_moment
+        total += fade * part_total
     tl.store(out_ptr + rows, pair_sums(total), mask=inside)
     tl.store(out_ptr + M + rows, m, mask=inside)
     tl.store(out_ptr + 2 * M + rows, pair_sums(moment), mask=inside)
@@ -341,12 +383,9 @@ def classes_kernel(
         z = z.to(x_ptr.dtype.element_ty).to(tl.float32)
     y = z
     if RAW == 0:
-        inner, outer = tl.cast(inner, tl.float32), tl.cast(outer, tl.float32)
-        z *= inner
-        y = z * outer
-        if softcap is not None:
-            y = cap(z, softcap, not ROUNDED) * outer
-            slope = tl.where(here, cap_slope(z, softcap) * (inner * outer), 0.0)
+        y, slope = capped(z, inner, outer, softcap, ROUNDED)
+        if slope_ptr is not None:
+            slope = tl.where(here, slope, 0.0)
             tl.store(slope_ptr + at + tl.arange(0, 1), slope)
         y = tl.where(y == float("inf"), float("nan"), y)
     y = tl.where(here, y, float("-inf"))

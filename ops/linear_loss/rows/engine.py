@@ -151,13 +151,15 @@ class SoftmaxRows:
         if self._support is not None:
             cuts = self._support.cuts(rows)
             mask, own, y_own = mask & ~cuts, own.masked_fill(cuts, -1), y_own.masked_fill(cuts, 0.0)
+        reference = y_own  # of kernels
         left_out = y_left_out = None
         if classes.distinct is not None:
+            reference = torch.full_like(y_own, float("-inf"))  # a tail's sums are relative to its own largest logit
             others = classes.distinct & (classes.ids != classes.own(classes.ids).unsqueeze(-1))
             left_out = classes.columns.sort(-1).values
             y_left_out = classes.y.masked_fill(~others, float("-inf"))
         slope_own = None if classes.slopes is None else classes.own(classes.slopes)
-        reference = y_own.masked_fill(~mask, float("inf"))  # which says that a row does not count
+        reference = reference.masked_fill(~mask, float("inf"))  # which says that a row does not count
         return Chunk(rows, mask, self._count(rows), own, y_own, reference, slope_own, left_out, y_left_out), classes
 
     def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Statistics, RowResults, Tensor]:

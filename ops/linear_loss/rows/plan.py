@@ -1,7 +1,8 @@
 """The plan of a loss over a vocabulary: how many rows of P exist at a time, and in what dtype dW is summed.
 
     memory   dW's sums + C V e, of a chunk of C rows; in the backward pass dW twice, as it is scaled
-    time     3 products of 2 N V H FLOPs, and for each chunk what it reads of W and what it reads and writes of dW
+    time     3 products of 2 N V H FLOPs, that of dx in waves of tiles, and for each chunk what it reads of W and what it
+             reads and writes of dW
 
 dW is summed in the weight's own dtype over up to ROUNDED_CHUNKS chunks: each adds its float32 product to what is there
 and rounds once. With rows and exponentials that are rounded the accuracy rule has no room for more; beyond, and in
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 
+from llmk.ops.linear_loss.rows.tiles import gradient_cost
 from llmk.registry import cdiv
 
 FLOPS = 7.8e14
 """A second, of products of bfloat16 matrices on an H100, as what follows is."""
 BYTES = 3e12
 """Read or written a second."""
+MULTIPROCESSORS = 132
 EXPOSED = 0.46
 """The part of a chunk's traffic of weights that its products do not hide."""
 MEMORY_EXPONENT = 0.15
@@ -96,7 +99,11 @@ def memory(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> int:
 def _price(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> float:
     weight = V * H * dtype.itemsize
     sums = weight if plan.rounded_sums else 4 * V * H
-    time = 6 * N * V * H / FLOPS + cdiv(N, plan.chunk_rows) * EXPOSED * (3 * weight + 2 * sums) / BYTES
+    chunks, rest = divmod(N, plan.chunk_rows)
+    rows = chunks * plan.chunk_rows * gradient_cost(plan.chunk_rows, H, MULTIPROCESSORS)
+    if rest:
+        rows += rest * gradient_cost(rest, H, MULTIPROCESSORS)
+    time = (4 * N + 2 * rows) * V * H / FLOPS + cdiv(N, plan.chunk_rows) * EXPOSED * (3 * weight + 2 * sums) / BYTES
     return time * memory(N, H, V, dtype, plan) ** MEMORY_EXPONENT
 
 

@@ -17,7 +17,6 @@ Operands are read through tensor descriptors, which are bulk copies on Hopper an
 are multiples of 16 bytes; by pointers elsewhere.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,13 +36,12 @@ from llmk.ops.linear_loss.rows._products_kernels import (
     weight_gradient_kernel,
 )
 from llmk.ops.linear_loss.rows.softmax import STATISTICS
+from llmk.ops.linear_loss.rows.tiles import SHORT, gradient_tile, listed_tile, logits_tile
 from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import cdiv, empty, next_power_of_2, num_programs, wrap_triton
-from llmk.registry.devices import INTERPRET, shared_memory
+from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import describable, descriptor
 
-COLUMNS = 256
-"""The classes of a tile of logits, over which one partial sum of a row is."""
 FLOAT16_SCALE = 2.0**15
 """What is stored of a float16 P is so many times as large: its numbers are at most 1, and the small ones are kept."""
 FAR = 60.0
@@ -51,59 +49,6 @@ FAR = 60.0
 bfloat16's normal numbers; the exponentials themselves leave its range at 88."""
 LEAST_FACTOR = 2.0**-30
 """A row's factor is no smaller part of its own class's gradient: so the entry of that, their ratio, is a number."""
-SMALL_SHARED_MEMORY = 200 * 1024
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A tile of a product and its launch."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-    def arguments(self) -> dict[str, int]:
-        return {
-            "BLOCK_M": self.rows,
-            "BLOCK_N": self.columns,
-            "BLOCK_K": self.depth,
-            "NUM_STAGES": self.stages,
-            "num_warps": self.warps,
-        }
-
-
-def logits_tile(device: torch.device) -> Tile:
-    """Return the tile of logits, whose width is the same for any number of rows: so are a row's sums.
-
-    H100, 4096 rows, of cuBLAS's time for the bare product: 128 x 256 x 64 1.02 to 1.06, 256 x 128 1.16, 128 x 128 1.21.
-    """
-    if INTERPRET:
-        return Tile(16, 64, 16, 4, 1)
-    if shared_memory(device) >= SMALL_SHARED_MEMORY:
-        return Tile(128, COLUMNS, 64, 8, 3)
-    return Tile(64, COLUMNS, 32, 8, 2)
-
-
-def listed_tile() -> Tile:
-    """Return the tile of logits of listed rows, of which there are mostly none: one that is built soon."""
-    return Tile(16, 64, 16, 4, 1) if INTERPRET else Tile(16, COLUMNS, 32, 4, 2)
-
-
-def gradient_tile(rows: int, device: torch.device) -> Tile:
-    """Return the tile of a gradient of so many rows.
-
-    Few rows leave few tiles for the long contraction of dx. H100, 4096 x 128256, of cuBLAS's time: of 512 rows 1.02
-    with 128 x 128 (128 x 256: 1.44), of 128 rows 1.16 with 64 x 64 x 128.
-    """
-    if INTERPRET:
-        return Tile(16, 32, 16, 4, 1)
-    if shared_memory(device) < SMALL_SHARED_MEMORY:
-        return Tile(64, 128, 32, 8, 2)
-    if rows <= 256:
-        return Tile(64, 64, 128, 4, 3)
-    return Tile(128, 128, 64, 8, 3) if rows <= 768 else Tile(128, 256, 64, 8, 3)
 
 
 def row_block(H: int) -> int:
@@ -117,15 +62,15 @@ def located_classes(
 
     A transform of None leaves it to `Classes.of_ranks`.
     """
-    (M, K), (V, H), weight = ids.shape, weights.weight.shape, weights.weight
+    (M, K), (V, H), weight, ids = ids.shape, weights.weight.shape, weights.weight, ids.contiguous()
     columns, y = empty((M, K), torch.int32, x.device), empty((M, K), torch.float32, x.device)
     counts = empty((M, K), torch.int8, x.device)
-    inner, outer, softcap = (1.0, 1.0, 0.0) if transform is None else transform[:3]
-    slopes = empty((M, K), torch.float32, x.device) if softcap else None
+    numbers = (None, None, None) if transform is None else transform.numbers
+    slopes = empty((M, K), torch.float32, x.device) if transform is not None and transform.softcap else None
     if M * K > 0:
         wrap_triton(classes_kernel)[(M * K,)](
             x, weight, weights.bias, ids, columns, counts, y, slopes, K, V, H, x.stride(0), *weight.stride(),
-            *numbering, inner, outer, softcap or None, RAW=transform is None, ROUNDED=weights.transform.rounded,
+            *numbering, *numbers, RAW=transform is None, ROUNDED=weights.transform.rounded,
             BLOCK_H=row_block(H), num_warps=4,
         )  # fmt: skip
     return Classes(ids, columns, counts.view(torch.bool), y, slopes)
@@ -175,9 +120,13 @@ def launch_logits(
     tile = logits_tile(rows.x.device) if place is None else listed_tile()
     described = place is None and describable(rows.x) and describable(weight)
     p_described = p is not None and described and describable(p)
-    tiles, pieces = cdiv(M, tile.rows) * cdiv(V, tile.columns), 8 if transform.softcap else 2
-    # Where rows are listed there are mostly none, and starting a program for each tile would take longer than to end.
-    programs = tiles if place is None else min(tiles, num_programs(rows.x.device, 4))
+    tiles, flatten = cdiv(M, tile.rows) * cdiv(V, tile.columns), H <= SHORT and place is None and left_out is None
+    programs = tiles
+    if place is not None:  # there are mostly no rows: starting a program for each tile would take longer than to end
+        programs = min(tiles, num_programs(rows.x.device, 4))
+    elif flatten:
+        programs = min(tiles, num_programs(rows.x.device, 1))
+    pieces = 8 if transform.softcap else 2 if flatten else 1  # a cap needs registers, and two tiles at a time do
     first_left_out = None if left_out is None else _first_of_tiles(left_out, V, tile.columns)
     wrap_triton(logits_kernel)[(programs,)](
         descriptor(rows.x, [tile.rows, tile.depth]) if described else rows.x,
@@ -186,9 +135,9 @@ def launch_logits(
         bias, class_weight, rows.numbers, rows.own, rows.end, place, parts, left_out, first_left_out,
         0 if left_out is None else left_out.shape[1], rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(),
         0 if p is None else p.stride(0),
-        transform.inner, transform.outer, transform.softcap or None,
+        *transform.numbers,
         GRADIENTS=gradients, MOMENTS=moments, ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
-        DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET, PROGRAMS=programs, PIECES=pieces,
+        DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET, PROGRAMS=programs, PIECES=pieces, FLATTEN=flatten,
         **tile.arguments(),
     )  # fmt: skip
 
@@ -209,12 +158,15 @@ def part_sums(rows: Rows, V: int) -> Tensor:
     return empty((4, tiles, rows.numbers.shape[1]), torch.float32, rows.x.device)
 
 
-def combined(parts: Tensor, count: Tensor, *, moments: bool, weighted: bool) -> Tensor:
-    """Add up the parts of the rows' sums, `[4, M]`: exponentials, the largest logit, moments, weighted logits."""
+def combined(parts: Tensor, rows: Rows, *, moments: bool, weighted: bool) -> Tensor:
+    """Add up the parts of the rows' sums, `[4, M]`: exponentials, what they are relative to, moments, weighted logits.
+
+    They are relative to the larger one of the row's reference and its largest logit.
+    """
     _, tiles, M = parts.shape
     out = empty((4, M), torch.float32, parts.device)
     wrap_triton(combine_kernel)[(cdiv(M, 16),)](
-        parts, count, out, M, tiles, MOMENTS=moments, WEIGHTED=weighted, BLOCK_M=16, BLOCK_T=32, num_warps=4
+        parts, rows.numbers, rows.end, out, M, tiles, MOMENTS=moments, WEIGHTED=weighted, BLOCK_M=16, BLOCK_T=32, num_warps=4
     )
     return out
 
@@ -278,7 +230,7 @@ def input_gradient(
 ) -> None:
     """Write r (P W) + e W_t, given r and e as `factors [2, M]`, to the rows of dx, or to those that `place` says."""
     (M, H), V = rows.x.shape, weight.shape[0]
-    tile = gradient_tile(M, p.device)
+    tile = gradient_tile(M, H, p.device)
     described = describable(p) and describable(weight)
     wrap_triton(input_gradient_kernel)[(cdiv(M, tile.rows) * cdiv(H, tile.columns),)](
         descriptor(p, [tile.rows, tile.depth]) if described else p,
@@ -293,7 +245,7 @@ def weight_gradient(
 ) -> None:
     """Write P^T (r x), times `scale` where given, to `total [V, H]`, or add it to what is there, rounded once."""
     V, H = total.shape
-    tile = gradient_tile(V, p.device)
+    tile = gradient_tile(V, H, p.device)
     described = describable(p) and describable(scaled)
     # A float32 tile stored through a descriptor needs as much shared memory as the operands.
     total_described = described and total.dtype == p.dtype and describable(total)

@@ -146,7 +146,7 @@ class KernelProjection:
         if self.V > 0:
             products.launch_logits(rows, self.weights, p, parts, moments=moments, left_out=chunk.left_out)
         weighted = self.weights.class_weight is not None
-        sums = products.combined(parts, rows.end, moments=moments, weighted=weighted)
+        sums = products.combined(parts, rows, moments=moments, weighted=weighted)
         own_weight = self.weights.of_classes(chunk.own)
         if own_weight is not None:
             sums[3] += (own_weight * chunk.y_own).masked_fill(chunk.own < 0, 0.0)

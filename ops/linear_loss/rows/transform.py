@@ -20,6 +20,13 @@ class Transform(NamedTuple):
         """The part of dy / dz that is the same for all logits and is not in P."""
         return 1.0 if self.softcap else self.inner * self.outer
 
+    @property
+    def numbers(self) -> tuple[float | None, float | None, float | None]:
+        """What kernels compute y by, None for what they need not: inner, or without a cap the factor, outer, softcap."""
+        if self.softcap:
+            return self.inner, self.outer, self.softcap
+        return None if self.factor == 1.0 else self.factor, None, None
+
     def __call__(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return y and dy / dz of float32 logits, None where that is `factor`."""
         if not self.softcap:

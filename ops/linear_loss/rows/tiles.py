@@ -1,0 +1,95 @@
+"""The tiles of the three products of a loss over a vocabulary, and what they cost.
+
+A multiprocessor computes one tile at a time, so that a product takes as many waves as there are tiles for each of them:
+64 tiles of 128 x 256 take as long as 132. A smaller tile multiplies at a lower rate, but fills the last wave better.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from llmk.registry import cdiv, num_programs
+from llmk.registry.devices import INTERPRET, shared_memory
+
+COLUMNS = 256
+"""The classes of a tile of logits, over which one partial sum of a row is."""
+SMALL_SHARED_MEMORY = 200 * 1024
+SHORT = 2048
+"""Up to so many features the epilogue of one tile of logits is computed while the next one's operands are read.
+
+H200, 4096 rows, of cuBLAS's time for the bare product: 1.10 so and 1.12 not at 2048 features, 1.16 and 1.21 at 1024;
+1.11 and 1.08 at 3072, 1.08 both at 4096 (on an H100 1.09 and 1.02).
+"""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of a product and its launch."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    def arguments(self) -> dict[str, int]:
+        return {
+            "BLOCK_M": self.rows,
+            "BLOCK_N": self.columns,
+            "BLOCK_K": self.depth,
+            "NUM_STAGES": self.stages,
+            "num_warps": self.warps,
+        }
+
+
+def logits_tile(device: torch.device) -> Tile:
+    """Return the tile of logits, whose width is the same for any number of rows: so are a row's sums.
+
+    H100, 4096 rows, of cuBLAS's time for the bare product: 128 x 256 x 64 1.02 to 1.06, 256 x 128 1.16, 128 x 128 1.21.
+    """
+    if INTERPRET:
+        return Tile(16, 64, 16, 4, 1)
+    if shared_memory(device) >= SMALL_SHARED_MEMORY:
+        return Tile(128, COLUMNS, 64, 8, 3)
+    return Tile(64, COLUMNS, 32, 8, 2)
+
+
+def listed_tile() -> Tile:
+    """Return the tile of logits of listed rows, of which there are mostly none: one that is built soon."""
+    return Tile(16, 64, 16, 4, 1) if INTERPRET else Tile(16, COLUMNS, 32, 4, 2)
+
+
+GRADIENT_TILES = {
+    Tile(128, 256, 64, 8, 3): 1.0,
+    Tile(128, 128, 64, 4, 4): 1.07,
+    Tile(64, 128, 64, 4, 4): 1.6,
+    Tile(64, 64, 128, 4, 3): 2.1,
+}
+"""The time of an element of each tile, of that of the first one: H200, contractions of 32000 to 262144."""
+
+
+def gradient_tile(rows: int, columns: int, device: torch.device) -> Tile:
+    """Return the tile of a gradient with so many rows and columns."""
+    if INTERPRET:
+        return Tile(16, 32, 16, 4, 1)
+    if shared_memory(device) < SMALL_SHARED_MEMORY:
+        return Tile(64, 128, 32, 8, 2)
+    return _cheapest(rows, columns, num_programs(device, 1))[0]
+
+
+def gradient_cost(rows: int, columns: int, multiprocessors: int) -> float:
+    """Return the time of a gradient, of that of as many elements in tiles that fill all multiprocessors."""
+    return _cheapest(rows, columns, multiprocessors)[1] / (rows * columns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cheapest(rows: int, columns: int, multiprocessors: int) -> tuple[Tile, float]:
+    """Return the tile that takes least time, and that, in elements of the first one."""
+
+    def time(tile: Tile) -> float:
+        waves = cdiv(cdiv(rows, tile.rows) * cdiv(columns, tile.columns), multiprocessors)
+        return waves * multiprocessors * tile.rows * tile.columns * GRADIENT_TILES[tile]
+
+    tile = min(GRADIENT_TILES, key=time)
+    return tile, time(tile)
