@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.accuracy import ROUNDINGS, Violation, accuracy_violation, rounded_once, unit_in_last_place
+from llmk.opcheck.accuracy import ROUNDINGS, Violation, accuracy_violation, rounded_once, unit_of
 from llmk.opcheck.inputs import (
     BrokenPromise,
     Outcome,
@@ -291,7 +291,7 @@ def _first_wrong(
     actual: Tensor, exact: Tensor, inputs: Mapping[str, Tensor], error_bound: Tensor, factor: float
 ) -> str:
     """Return the first element that differs by more than roundings, and the numbers that inputs have there."""
-    allowed = (ROUNDINGS * factor + 1) * (error_bound + unit_in_last_place(exact, actual.dtype))
+    allowed = (ROUNDINGS * factor + 1) * (error_bound + unit_of(actual, exact))
     actual = actual.detach().double()
     wrong = ~((actual - exact).abs() <= allowed) & ~((actual == exact) | (actual.isnan() & exact.isnan()))
     places = wrong.nonzero()

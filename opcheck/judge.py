@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.opcheck.accuracy import SUBNORMAL
 from llmk.opcheck.adapters import Adapted
 from llmk.opcheck.calls import call, device_of, float_dtype, tolerance_of, violation_of
 from llmk.opcheck.cases import Case
@@ -47,9 +48,6 @@ from llmk.registry.devices import INTERPRET, use_kernels_on_cpu
 
 PATIENCE = 20.0
 """Seconds that a call may take, far more than any sample does."""
-
-SUBNORMAL = torch.finfo(torch.float32).tiny
-"""Smaller numbers may be zero in kernels: they compute in float32, and may lose what is no normal number there."""
 
 FIRST_DRAWS = 2
 """For an error bound, before one is estimated as for a promise."""

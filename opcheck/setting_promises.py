@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from llmk.opcheck.calls import (
     incoming_gradients,
     one_of_each,
     require_accurate,
+    require_no_gross_error,
 )
 from llmk.opcheck.inputs import (
     BrokenPromise,
@@ -30,7 +32,6 @@ from llmk.opcheck.inputs import (
     Outcome,
     as_list,
     comparable,
-    copy_with_layout,
     differentiable_inputs,
     prepare,
     same_bits,
@@ -142,24 +143,26 @@ def two_calls(op: Op, samples: Sequence[Sample]) -> None:
         wanted = differentiable_inputs(op, sample)
         if not wanted:
             continue
-        changes = (copy_with_layout, _other_numbers)
-        alone = [call(op, sample, change=change) for change in changes]
-        prepared = [prepare(op, sample, wanted, change) for change in changes]
+        given = (sample, _with_other_numbers(op, sample))
+        alone = [call(op, each) for each in given]
+        prepared = [prepare(op, each, wanted) for each in given]
         outputs = [as_list(op.overload(*args, **kwargs)) for args, kwargs, _ in prepared]
-        for expected, made, (_, _, tensors) in zip(alone, outputs, prepared, strict=True):
+        for each, expected, made, (_, _, tensors) in zip(given, alone, outputs, prepared, strict=True):
             wanting = [output for output in made if output.requires_grad]
             torch.autograd.backward(wanting, incoming_gradients(wanting))  # type: ignore[arg-type]
-            for name, gradient in expected.gradients.items():
-                if not _alike(tensors[name].grad, gradient):
-                    words = f"{sample}: two calls, and then their backward passes, give another gradient of {name}"
-                    raise BrokenPromise(words, f"gradient of {name}")
+            found = Outcome(tensors, made, {name: tensors[name].grad for name in wanted})
+            _require_alike(op, each, expected, found, "two calls, and then their backward passes")
 
 
-def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return True for the same bits, or on a GPU for what atomics may make of them."""
-    if a is None or b is None or a.device.type == "cpu":
-        return same_bits(a, b)
-    return torch.allclose(a.double(), b.double(), rtol=0.01, atol=1e-3 * float(b.abs().max()), equal_nan=True)
+def _with_other_numbers(op: Op, sample: Sample) -> Sample:
+    args, kwargs, _ = prepare(op, sample, (), _other_numbers)
+    return Sample(tuple(args), kwargs, why=sample.why)
+
+
+def _require_alike(op: Op, sample: Sample, expected: Outcome, found: Outcome, how: str) -> None:
+    """The same bits as a call alone gives, or others that are right too: atomics on a GPU make some of every call."""
+    if not same_results(expected, found):
+        require_no_gross_error(op, replace(sample, why=f"{sample.why}; {how}"), found)
 
 
 def checkpointed(op: Op, samples: Sequence[Sample]) -> str:
@@ -181,9 +184,7 @@ def checkpointed(op: Op, samples: Sequence[Sample]) -> str:
             if "already unpacked" in words:
                 return words
             raise BrokenPromise(words) from error
-        for name, a, b in zip(plain.names(), plain.results(), found.results(), strict=True):
-            if not _alike(b, a):
-                raise BrokenPromise(f"{sample}: under checkpoint {name} is another", name)
+        _require_alike(op, sample, plain, found, "recomputed under checkpoint")
     return ""
 
 

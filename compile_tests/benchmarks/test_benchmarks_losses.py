@@ -53,6 +53,7 @@ def test_llmk_computes_what_plain_pytorch_does(name: str) -> None:
 @pytest.mark.parametrize("name", LABELS)
 def test_trl_computes_what_plain_pytorch_does(name: str) -> None:
     pytest.importorskip("trl")
+    pytest.importorskip("datasets", reason="TRL's trainers need datasets")
     b = batch(name)
     assert_same(losses.trl_loss(name, b), name, b)
 

@@ -11,6 +11,7 @@ from compile_tests.helpers.loss_references import batch
 from llmk import losses
 
 pytest.importorskip("trl")
+pytest.importorskip("datasets", reason="TRL's trainers need datasets")
 # With a TRL that has other trainers the helper raises an ImportError.
 trl_losses = pytest.importorskip("compile_tests.helpers.trl_losses", exc_type=ImportError)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck import accuracy_violation
+from llmk.opcheck.accuracy import rounded_once
 from llmk.opcheck.calls import BrokenPromise, call, incoming_gradients, require_accurate
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
@@ -252,6 +253,29 @@ def test_where_the_composition_is_finite_by_mistake_so_may_be_the_operator() -> 
     for actual, right in ((2e30, True), (math.inf, True), (math.nan, False)):
         result = torch.tensor([actual, 1.0], dtype=torch.float32, device="cpu")
         assert (accuracy_violation(result, composition.float(), exact) is None) == right
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lost", "right"),
+    [
+        (torch.float32, 7e-41, True),
+        (torch.float32, 1e-37, False),
+        (torch.bfloat16, 1e-39, True),
+        (torch.bfloat16, 1e-36, False),
+        (torch.float16, 1e-6, False),  # a subnormal number that is a normal one of float32
+        (torch.float64, 7e-41, False),
+    ],
+)
+def test_what_is_no_normal_number_of_float32_may_be_0_in_kernels(
+    dtype: torch.dtype, lost: float, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = torch.full((3, 5), lost, dtype=torch.float64, device="cpu")
+    zeros, bound = torch.zeros_like(exact, dtype=dtype), 1e-7 * exact
+    for in_kernels in (False, True):
+        monkeypatch.setattr("llmk.opcheck.accuracy.INTERPRET", in_kernels)
+        assert rounded_once(zeros, exact) == (right and in_kernels)
+        found = accuracy_violation(zeros, exact.to(dtype), exact, error_bound=bound)
+        assert (found is None) == (right and in_kernels), found
 
 
 @pytest.mark.parametrize("x", [-14.0, -7.6875, -3.0, 0.5, 19.5, 22.2])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
+pytest.importorskip("datasets", reason="TRL's trainers need datasets")
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 trl = pytest.importorskip("trl")
+pytest.importorskip("datasets", reason="TRL's trainers need datasets")
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 

@@ -353,6 +353,9 @@ def channel_keys_backward_kernel(
     dg += _sums_of(t[:, None] > t[None, :], k * from_end, 2, q_ptr.dtype.element_ty)
     dg += _sums_of(t[:, None] <= t[None, :], through_start, 2, q_ptr.dtype.element_ty)
     dg += _load(dg_part_ptr + channels, rows, keys, T, K, H * K)
+    if index_ptr is not None:
+        # A first token decays no state. Of an infinity at another token a sum that is a product makes NaN there too.
+        dg = tl.where(_same_as(index_ptr, rows, rows - 1, T)[:, None], dg, 0.0)
     from_out += _load(dq_ptr + channels, rows, keys, T, K, H * K)
     dk += _load(dk_ptr + channels, rows, keys, T, K, H * K)
     _store(dg_ptr + channels, dg, rows, keys, T, K, H * K)

@@ -182,8 +182,12 @@ def test_a_class_that_has_nearly_all(device: torch.device) -> None:
         x = x.clone().requires_grad_()
         return torch.autograd.grad(loss(x, targets, reduction="sum"), x)[0]
 
+    # A thread of a GPU adds up its four classes one after the other, and four threads' sums are added in pairs: the 1
+    # is in five sums, each between 1 and 2, which rounds by 2^-24 at most. 1 / total rounds by half of that, and the
+    # other exponentials, 15 e^-8 in all and 2^-20 off, lose a tenth: 5.6 in all. On a CPU the lanes of a vector, one
+    # after the other, lost 7.1.
     exact = gradient(torch.nn.functional.cross_entropy, logits.double())
-    assert (gradient(ops.cross_entropy, logits).double() - exact).abs().max() <= 3 * 2**-24
+    assert (gradient(ops.cross_entropy, logits).double() - exact).abs().max() <= 5.6 * 2**-24
 
 
 @pytest.mark.kernels

@@ -99,13 +99,8 @@ def test_all_classes_are_the_plain_softmax(device: torch.device) -> None:
     sample = replay(9, torch.bfloat16, device)
     everything = torch.stack([torch.randperm(V) for _ in range(9)]).to(device)
     plain = lambda *args, support, **options: OPS["linear_logprobs"].reference(*args, **options)  # noqa: E731
-    require(replace(sample, kwargs={"support": everything}), plain)
-    # Without ids it is plain to the bit.
-    none = torch.full_like(everything, -1)
-    args = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in sample.args]
-    results = [torch.ops.llmk.linear_logprobs(*args, **options) for options in ({}, {"support": none})]
-    gradients = [torch.autograd.grad(logprobs.sum() + 2 * entropy.sum(), args[:2]) for logprobs, entropy in results]
-    torch.testing.assert_close((*results[0], *gradients[0]), (*results[1], *gradients[1]), rtol=0, atol=0)
+    for support in (everything, torch.full_like(everything, -1)):  # and without ids
+        require(replace(sample, kwargs={"support": support}), plain)
 
 
 @pytest.mark.kernels

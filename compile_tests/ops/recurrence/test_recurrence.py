@@ -199,6 +199,23 @@ def test_what_overflows_between_two_sequences_is_in_no_gradient(per_channel: boo
         assert gradient.isfinite().all()
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", REFERENCES)
+@per_channel_or_head
+def test_the_first_decay_of_a_sequence_has_no_gradient(name: str, per_channel: bool, device: torch.device) -> None:
+    """There is no state that it multiplies, whatever comes in."""
+    *tensors, beta = inputs(1, 70, 1, 2, 8, 8, torch.float32, device, per_channel=per_channel)
+    ids = torch.zeros(1, 70, dtype=torch.int32, device=device)
+    ids[:, 20:], ids[:, 64:] = 1, 2  # within a chunk, and where one begins
+    leaves = [x.requires_grad_() for x in ([*tensors, beta] if name == "gated_delta_rule" else tensors)]
+    out, final = OPS[name].function(*leaves, sequence_ids=ids)
+    for value in (math.inf, math.nan):
+        incoming = [torch.full_like(x, value) for x in (out, final)]
+        (dg,) = torch.autograd.grad((out, final), leaves[3], incoming, retain_graph=True)
+        assert not dg[:, [20, 64]].any()
+        assert not dg[:, 1:20].isfinite().any()
+
+
 def test_a_positive_log_decay_is_named_on_a_cpu(device: torch.device) -> None:
     if device.type != "cpu":
         pytest.skip("on a GPU nothing waits for the device to say what g is")
