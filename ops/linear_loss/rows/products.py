@@ -74,31 +74,39 @@ class Tile:
         }
 
 
-def logits_tile(device: torch.device) -> Tile:
-    """Return the tile of logits, whose width is the same for any number of rows: so are a row's sums.
+FEW_BLOCKS = 8
+
+
+def interpreted_block(least: int, size: int) -> int:
+    """Return a block of `least`, or one that cuts a size into few: each takes the interpreter 10 ms, however wide."""
+    return max(least, next_power_of_2(cdiv(size, FEW_BLOCKS)))
+
+
+def logits_tile(V: int, device: torch.device) -> Tile:
+    """Return the tile of logits of V classes, whose width is the same for any number of rows: so are a row's sums.
 
     H100, 4096 rows, of cuBLAS's time for the bare product: 128 x 256 x 64 1.02 to 1.06, 256 x 128 1.16, 128 x 128 1.21.
     """
     if INTERPRET:
-        return Tile(16, 64, 16, 4, 1)
+        return Tile(16, interpreted_block(64, V), 16, 4, 1)
     if shared_memory(device) >= SMALL_SHARED_MEMORY:
         return Tile(128, COLUMNS, 64, 8, 3)
     return Tile(64, COLUMNS, 32, 8, 2)
 
 
-def listed_tile() -> Tile:
+def listed_tile(V: int) -> Tile:
     """Return the tile of logits of listed rows, of which there are mostly none: one that is built soon."""
-    return Tile(16, 64, 16, 4, 1) if INTERPRET else Tile(16, COLUMNS, 32, 4, 2)
+    return Tile(16, interpreted_block(64, V), 16, 4, 1) if INTERPRET else Tile(16, COLUMNS, 32, 4, 2)
 
 
-def gradient_tile(rows: int, device: torch.device) -> Tile:
-    """Return the tile of a gradient of so many rows.
+def gradient_tile(rows: int, depth: int, device: torch.device) -> Tile:
+    """Return the tile of a gradient of so many rows, a product over so many others.
 
     Few rows leave few tiles for the long contraction of dx. H100, 4096 x 128256, of cuBLAS's time: of 512 rows 1.02
     with 128 x 128 (128 x 256: 1.44), of 128 rows 1.16 with 64 x 64 x 128.
     """
     if INTERPRET:
-        return Tile(16, 32, 16, 4, 1)
+        return Tile(interpreted_block(16, rows), 32, interpreted_block(16, depth), 4, 1)
     if shared_memory(device) < SMALL_SHARED_MEMORY:
         return Tile(64, 128, 32, 8, 2)
     if rows <= 256:
@@ -172,7 +180,7 @@ def launch_logits(
     """
     weight, bias, class_weight, transform = weights
     (M, H), V = rows.x.shape, weight.shape[0]
-    tile = logits_tile(rows.x.device) if place is None else listed_tile()
+    tile = logits_tile(V, rows.x.device) if place is None else listed_tile(V)
     described = place is None and describable(rows.x) and describable(weight)
     p_described = p is not None and described and describable(p)
     tiles, pieces = cdiv(M, tile.rows) * cdiv(V, tile.columns), 8 if transform.softcap else 2
@@ -205,7 +213,7 @@ def _first_of_tiles(columns: Tensor, V: int, width: int) -> Tensor:
 
 def part_sums(rows: Rows, V: int) -> Tensor:
     """Return an uninitialized buffer for the parts of the rows' sums, `[4, tiles, M]`."""
-    tiles = cdiv(V, logits_tile(rows.x.device).columns)
+    tiles = cdiv(V, logits_tile(V, rows.x.device).columns)
     return empty((4, tiles, rows.numbers.shape[1]), torch.float32, rows.x.device)
 
 
@@ -278,7 +286,7 @@ def input_gradient(
 ) -> None:
     """Write r (P W) + e W_t, given r and e as `factors [2, M]`, to the rows of dx, or to those that `place` says."""
     (M, H), V = rows.x.shape, weight.shape[0]
-    tile = gradient_tile(M, p.device)
+    tile = gradient_tile(M, V, p.device)
     described = describable(p) and describable(weight)
     wrap_triton(input_gradient_kernel)[(cdiv(M, tile.rows) * cdiv(H, tile.columns),)](
         descriptor(p, [tile.rows, tile.depth]) if described else p,
@@ -293,7 +301,7 @@ def weight_gradient(
 ) -> None:
     """Write P^T (r x), times `scale` where given, to `total [V, H]`, or add it to what is there, rounded once."""
     V, H = total.shape
-    tile = gradient_tile(V, p.device)
+    tile = gradient_tile(V, p.shape[0], p.device)
     described = describable(p) and describable(scaled)
     # A float32 tile stored through a descriptor needs as much shared memory as the operands.
     total_described = described and total.dtype == p.dtype and describable(total)
