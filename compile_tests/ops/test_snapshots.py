@@ -113,7 +113,6 @@ saved:
   bfloat16[48, 160] aten.mm
   bfloat16[48, 160] aten.mm
   bfloat16[48, 160] prims.convert_element_type
-  float32[] llmk._fused_linear_ce_fwd[4]
   bfloat16[2, 24, 64] llmk._fused_linear_ce_fwd[5]
   bfloat16[320, 64] llmk._fused_linear_ce_fwd[6]
   float32[2, 24, 1] aten.squeeze.dim
@@ -170,7 +169,6 @@ saved:
   bfloat16[48, 64] aten.add.Tensor
   bfloat16[48, 160] aten.mm
   bfloat16[48, 160] aten.mm
-  float32[] llmk._fused_linear_ce_fwd[4]
   bfloat16[2, 24, 64] llmk._fused_linear_ce_fwd[5]
   bfloat16[320, 64] llmk._fused_linear_ce_fwd[6]
 backward:

@@ -25,9 +25,8 @@ where it is not 1 both take 0.56, but from float32 these 0.79 instead of 0.74.""
 
 
 @jit
-def scale_kernel(x_ptr, grad_ptr, denominator_ptr, y_ptr, N, IN_PLACE: tl.constexpr, BLOCK_N: tl.constexpr):
-    grad, denominator = tl.load(grad_ptr), tl.load(denominator_ptr)
-    factor = tl.where(denominator == 0.0, grad, grad / denominator)
+def scale_kernel(x_ptr, grad_ptr, y_ptr, N, IN_PLACE: tl.constexpr, BLOCK_N: tl.constexpr):
+    factor = tl.load(grad_ptr)
     if IN_PLACE:  # noqa: SIM102  Triton evaluates both sides of an `and`
         if factor == 1.0:
             return
@@ -39,21 +38,16 @@ def scale_kernel(x_ptr, grad_ptr, denominator_ptr, y_ptr, N, IN_PLACE: tl.conste
         tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=offsets < N)
 
 
-def _launch(x: Tensor, grad: Tensor, denominator: Tensor, y: Tensor, in_place: bool) -> None:
+def _launch(x: Tensor, grad: Tensor, y: Tensor, in_place: bool) -> None:
     blocks = cdiv(x.numel(), 4096)
     programs = grid_cap(blocks, num_programs(x.device, PROGRAMS)) if in_place else blocks
-    wrap_triton(scale_kernel)[(programs,)](
-        x, grad, denominator, y, x.numel(), IN_PLACE=in_place, BLOCK_N=4096, num_warps=8
-    )
+    wrap_triton(scale_kernel)[(programs,)](x, grad, y, x.numel(), IN_PLACE=in_place, BLOCK_N=4096, num_warps=8)
 
 
-def _scale(input: Tensor, grad: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
-    """input * grad / denominator, both float32 scalars, rounded once to `dtype`; input * grad where that is zero.
-
-    Where the input is 0 so is the result.
-    """
+def _scale(input: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """input * grad, a float32 scalar, rounded once to `dtype`; 0 where the input is."""
     y = empty(input.shape, dtype, input.device)
-    _launch(input, grad, denominator, y, in_place=False)
+    _launch(input, grad, y, in_place=False)
     return y
 
 
@@ -61,51 +55,46 @@ def scale_op(name: str) -> KernelOp:
     """`_scale` as a kernel op of one operator's own."""
     scale = KernelOp(_scale, name=name, launch_cached=True)
     scale.register_kernel("cpu")(_scale_on_cpu)
-    scale.register_fake(lambda input, grad, denominator, dtype: input.new_empty(input.shape, dtype=dtype))
-    scale.register_sharding(
-        lambda input, *_: [([split], [split, REPLICATE, REPLICATE]) for split in (*axes(input), PARTIAL)]
-    )
+    scale.register_fake(lambda input, grad, dtype: input.new_empty(input.shape, dtype=dtype))
+    scale.register_sharding(lambda input, *_: [([split], [split, REPLICATE]) for split in (*axes(input), PARTIAL)])
     return scale
 
 
-def _scale_on_cpu(input: Tensor, grad: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
-    factor = torch.where(denominator == 0, grad, grad / denominator)
+def _scale_on_cpu(input: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     x = input.float()
-    return torch.where(x == 0, x, x * factor).to(dtype)
+    return torch.where(x == 0, x, x * grad).to(dtype)
 
 
-def _scale_saved(op: KernelOp, saved: Tensor, grad: Tensor, denominator: Tensor) -> Tensor:
+def _scale_saved(op: KernelOp, saved: Tensor, grad: Tensor) -> Tensor:
     """The same where `saved` is, which nobody reads again. A factor of 1 changes no bit of it."""
     if not runs_kernels(op.name, saved):
-        return saved.copy_(_scale_on_cpu(saved, grad, denominator, saved.dtype))
+        return saved.copy_(_scale_on_cpu(saved, grad, saved.dtype))
     with kernel_context(saved.device):
-        _launch(saved, grad, denominator, saved, in_place=True)
+        _launch(saved, grad, saved, in_place=True)
     return saved
 
 
-def save_gradients(ctx: Any, denominator: Tensor | None, *gradients: Tensor) -> None:
-    """In `setup_context`: what `saved_gradients` gives back. No denominator is one of 1."""
+def save_gradients(ctx: Any, *gradients: Tensor) -> None:
+    """In `setup_context`: what `SavedGradients` scales."""
     ctx.hooked = saved_tensors_are_hooked()
-    ctx.save_for_backward(denominator, *gradients)
+    ctx.save_for_backward(*gradients)
 
 
 class SavedGradients:
     """In a backward formula: the gradients that were saved, to be scaled by the incoming one."""
 
     def __init__(self, ctx: Any, grad: Tensor, scale: KernelOp) -> None:
-        denominator, *self.gradients = ctx.saved_tensors
-        self.grad, self.scale = grad, scale
-        self.denominator = torch.ones_like(grad) if denominator is None else denominator
+        self.gradients, self.grad, self.scale = ctx.saved_tensors, grad, scale
         self.last = is_plain_eager() and not (torch.is_grad_enabled() or ctx.hooked or graph_is_kept())
 
     def times(self, index: int, dtype: torch.dtype | None = None) -> Tensor:
         """One of them, times the incoming gradient and rounded once to `dtype`, by default its own."""
         saved = self.gradients[index]
         dtype = saved.dtype if dtype is None else dtype
-        if self.last and saved.dtype == dtype and takes_fast_path((saved, self.grad, self.denominator)):
+        if self.last and saved.dtype == dtype and takes_fast_path((saved, self.grad)):
             # It was an output of the forward pass: as it is, it would keep the graph alive as long as the gradient.
-            return _scale_saved(self.scale, saved.detach(), self.grad, self.denominator)
-        return self.scale(saved, self.grad, self.denominator, dtype)
+            return _scale_saved(self.scale, saved.detach(), self.grad)
+        return self.scale(saved, self.grad, dtype)
 
 
 def mean_of_all(total: Tensor, denominator: Tensor, weighted: bool) -> Tensor:

@@ -8,16 +8,16 @@ Forward, for x [N, H], W [V, H] and targets t [N], a chunk of C rows at a time:
     c      = the targets' logits, x_i . W_t                              float32
     E      = exp(x_chunk @ W^T + b - c), 0 at t, with its sums s         [C, V], rounded to the dtype of x
     losses = log1p(s), and what the options add
-    r      = the gradient of the loss by log p, over -(1 + s)            autograd differentiates the loss
+    r      = the gradient of the loss by log p, over -(1 + s)
     dx     = r (E @ W - s W_t)                                           rows of the chunk
     dW    += E^T @ (r x_chunk)      with -s at t                         and db += E^T @ r
 
 E is what the gradients read, as it is: it is never normalized, and logits are in memory in no precision. `products.py`
 has the three kernels. In float32, and on a CPU, the products are PyTorch's, and E takes the place of a chunk's logits.
 
-A mean or a sum needs no more of the upstream gradient than one factor, so the backward pass only multiplies by it and
-divides by what the mean divided by; gradients that nobody wants are not made. With reduction "none" each row has its
-own upstream gradient: the forward pass keeps a few numbers of each row, and the backward pass makes the logits again.
+A mean or a sum needs no more of the upstream gradient than one factor, so the backward pass only multiplies by it;
+gradients that nobody wants are not made. With reduction "none" each row has its own upstream gradient: the forward pass
+keeps a few numbers of each row, and the backward pass makes the logits again.
 
 The driver is one opaque node under Inductor: inlined, its number of chunks would be part of the graph, and a batch of
 another size would need another graph. Tensor descriptors cannot be captured in a traced body either.

@@ -13,7 +13,7 @@ Forward, for student x [N, H], W [V, H] and teacher x' [N, H'], W' [V, H'], a ch
     dW     += G^T @ x_chunk                and db += the column sums of G
 
 The teacher gets no gradient. A mean needs no more of the upstream gradient than one factor, so the backward pass only
-multiplies by it and divides by what the mean divided by, as in `fused_linear_ce.py`.
+multiplies by it, as in `fused_linear_ce.py`.
 """
 
 import math

@@ -336,7 +336,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, denominator, dx = output
     ctx.in_forward = _in_forward(reduction, input.dtype)
     if ctx.in_forward:
-        save_gradients(ctx, None, dx)
+        save_gradients(ctx, dx)
     else:
         ctx.save_for_backward(input, target, labels, denominator if reduction == "mean" else None)
 

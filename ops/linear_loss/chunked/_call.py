@@ -264,10 +264,10 @@ class LinearOp(CallOp[C]):
         call, results = self.saved_call(ctx)
         return _argument_gradients(ctx, *backward(call, *grads, *results, *ctx.needs_input_grad[:3]))
 
-    def save_gradients(self, ctx: Any, inputs: tuple[Any, ...], denominator: Tensor | None, *gradients: Tensor) -> None:
-        """In a `setup_context`: save the gradients that the forward pass made; a denominator of None is 1."""
+    def save_gradients(self, ctx: Any, inputs: tuple[Any, ...], *gradients: Tensor) -> None:
+        """In a `setup_context`: save the gradients that the forward pass made."""
         self._save_options(ctx, inputs)
-        save_gradients(ctx, denominator, *gradients)
+        save_gradients(ctx, *gradients)
 
     def scaled_gradients(self, ctx: Any, scale: KernelOp, grad: Tensor) -> Any:
         """In a backward formula: the arguments' gradients, which are those saved, scaled by `scale`."""
@@ -280,20 +280,15 @@ class LinearOp(CallOp[C]):
         call, *_ = self.unpack(inputs)
         ctx.dtype, ctx.shard, ctx.arguments = call.input.dtype, call.shard, len(inputs)
 
-    def differentiate_by_scaling(self, scale: KernelOp, denominator: Callable[..., Tensor | None]) -> None:
+    def differentiate_by_scaling(self, scale: KernelOp) -> None:
         """Register the derivative of an op whose forward pass makes the gradients of input, weight and bias.
 
-        It returns a loss, two results without gradients, and lastly the three gradients.
-
-        Args:
-            scale: Multiplies by the incoming gradient and divides by the denominator.
-            denominator: `denominator(inputs, output)` returns what the gradients are still to be divided by, or None.
+        It returns a loss, results without gradients, and lastly the three gradients, which `scale` multiplies by the
+        incoming one.
         """
         self.op.register_autograd(
             lambda ctx, grad, *_: self.scaled_gradients(ctx, scale, grad),
-            setup_context=lambda ctx, inputs, output: self.save_gradients(
-                ctx, inputs, denominator(inputs, output), *output[-3:]
-            ),
+            setup_context=lambda ctx, inputs, output: self.save_gradients(ctx, inputs, *output[-3:]),
             depends_on=[DIFFERENTIABLE, [], []],
             takes_none=True,
             keeps=lambda needs_input_grad, args: needs_input_grad[:3],

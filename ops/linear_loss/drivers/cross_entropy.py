@@ -4,8 +4,10 @@ The math is in `fused_linear_ce.py`. Where each rank of a group has some of the 
 their exponentials, as in `vocab_parallel_linear_ce.py`; all else is the same.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gra
 from llmk.ops.linear_loss.head import DIFFERENTIABLE, check_linear
 from llmk.ops.linear_loss.kernels import Implementation
 from llmk.ops.linear_loss.rows.engine import RowParts, first_pass, in_forward, second_pass
-from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults
+from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, Statistics
 from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.ops.loss.cross_entropy_options import check_loss_options
 from llmk.registry import (
@@ -35,7 +37,6 @@ from llmk.registry import (
     check_dtype,
     check_same,
     check_shape,
-    gradient_of,
     replicate_only,
     row_axes,
 )
@@ -89,21 +90,44 @@ class CrossEntropyCall(RowsCall):
 
 
 class CrossEntropy:
-    """The cross entropy of rows as a function of what they give, times the gradient of each row's loss."""
+    """The cross entropy of rows as a function of what they give, and its derivative.
 
-    def __init__(self, call: CrossEntropyCall, loss_grads: Tensor | None) -> None:
+    Attributes:
+        loss_grads: The gradients of the rows' losses, `[N]`, or one for all `[]`; None for 1.
+    """
+
+    def __init__(self, call: CrossEntropyCall, loss_grads: Tensor | None = None) -> None:
         self.call, self.loss_grads = call, loss_grads
-        target = call.target.reshape(-1).long()  # int32 would wrap an ignore_index that it does not hold
-        self.mask = target != call.ignore_index
-        self.weights = self.mask.float()
-        if call.weight is not None:
-            valid = self.mask & (target >= 0) & (target < call.num_classes)
-            self.weights = torch.where(valid, call.weight[torch.where(valid, target, 0)].float(), 0.0)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """The mask of the rows that count, `[N]`."""
+        return self.call.mask().reshape(-1)
+
+    @cached_property
+    def weights(self) -> Tensor | None:
+        """The weights of the rows' classes, `[N]`, 0 where a row does not count; None for 1."""
+        call = self.call
+        if call.weight is None:
+            return None
+        target = call.target.reshape(-1).long()
+        valid = self.mask & (target >= 0) & (target < call.num_classes)
+        return torch.where(valid, call.weight[torch.where(valid, target, 0)].float(), 0.0)
+
+    def total(self, compacted: CompactedTokens, token_weights: Tensor | None) -> Tensor:
+        """Return the denominator of a mean, `[]`: the sum of the weights, or the number of rows that count."""
+        weights = [each for each in (self.weights, token_weights) if each is not None]
+        if not weights:
+            # of one segment
+            return self.mask.float().sum() if compacted.count is None else compacted.count.counts.view(()).float()
+        return math.prod(weights[1:], start=weights[0]).sum()
 
     def losses(self, rows: slice, results: RowResults | RowParts) -> Tensor:
         """Return the loss of each of some rows, `[M]`: 0 of a row that does not count, whose results are."""
         smoothing, z_loss = self.call.label_smoothing, self.call.z_loss
-        loss = 0.0 - self.weights[rows] * results.logprobs.squeeze(-1)  # no -0 of a row that does not count
+        logprobs = results.logprobs.squeeze(-1)
+        # no -0 of a row that does not count
+        loss = 0.0 - (logprobs if self.weights is None else self.weights[rows] * logprobs)
         if smoothing:
             smooth = self._all_weights() * results.logsumexp - results.weighted
             smooth = torch.where(self.mask[rows], smooth, 0.0)  # a weight may be infinite
@@ -117,16 +141,30 @@ class CrossEntropy:
         weight = self.call.weight
         return float(self.call.num_classes) if weight is None else weight.sum(dtype=torch.float32)
 
-    def gradients(self, rows: slice, results: RowResults) -> RowGradients:
-        """Return the gradients of the results of some rows."""
+    def gradients(self, rows: slice, results: RowResults | Statistics) -> RowGradients:
+        """Return the gradients of the results of some rows; those of a row that does not count are not looked at."""
+        smoothing, z_loss = self.call.label_smoothing, self.call.z_loss
+        grad, weighted, logsumexp = self._row_grads[rows], None, None
+        if z_loss:
+            logsumexp = 2 * z_loss * results.logsumexp * grad
+        if smoothing:
+            smooth = torch.where(self.mask[rows], grad * (smoothing / self.call.num_classes), 0.0)
+            of_all = smooth * self._all_weights()
+            weighted, logsumexp = -smooth, of_all if logsumexp is None else logsumexp + of_all
+        return RowGradients(self._logprob_grads[rows], None, logsumexp, weighted)
 
-        def value(*given: Tensor) -> Tensor:
-            losses, grads = self.losses(rows, RowResults(*given)), self.loss_grads
-            if grads is not None:
-                losses = losses * (grads[rows] if grads.dim() else grads)
-            return losses.sum()
+    @cached_property
+    def _row_grads(self) -> Tensor:
+        """The gradients of the rows' losses, `[N]`."""
+        device = self.call.input.device
+        grads = torch.ones((), dtype=torch.float32, device=device) if self.loss_grads is None else self.loss_grads
+        return grads.expand(self.call.tokens.numel())
 
-        return RowGradients(*gradient_of(value, *results[:4])[1])
+    @cached_property
+    def _logprob_grads(self) -> Tensor:
+        """The gradients of the rows' log-probabilities, `[N, 1]`."""
+        grads = self._row_grads * (self.call.label_smoothing - 1)
+        return (grads if self.weights is None else grads * self.weights).unsqueeze(1)
 
 
 def _forward(
@@ -134,15 +172,14 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """Return the loss, entropy and correctness; statistics, a denominator, and gradients of input, weight and bias.
 
-    With "none" the backward pass recomputes the logits, given the statistics `[5, ...]` of each token. The denominator
-    is 1 except for "total": the sum, with the denominator of the mean, both of which processes with some tokens each
-    add up first.
+    With "none" the backward pass recomputes the logits, given the statistics `[5, ...]` of each token. There is a
+    denominator for "total" alone: the sum, with the denominator of the mean, both of which processes with some tokens
+    each add up first.
     """
     compacted, call = full_call.compacted(impl)
     check_classes(impl, call.target, call)
-    losses, weights = CrossEntropy(call, None), call.token_weights()
-    counts = losses.weights if weights is None else losses.weights * weights
-    total = None if reduction == "none" else counts.sum()
+    losses, weights = CrossEntropy(call), call.token_weights()
+    total = None if reduction == "none" else losses.total(compacted, weights)
     # The gradient of each token's loss, or one for all; the denominator of a mean is known before the logits. Where
     # weights make it 0 the tokens that count get gradients that are not finite, like the loss.
     losses.loss_grads = weights
@@ -155,11 +192,13 @@ def _forward(
     if weights is not None:
         loss = loss * weights
     # Each output has memory of its own, also where it has none.
-    entropy, correct, stats = (torch.empty((0,), dtype=torch.float32, device=loss.device) for _ in range(3))
+    nothing = (torch.empty((0,), dtype=torch.float32, device=loss.device) for _ in range(4))
+    entropy, correct, stats, denominator = nothing
     if call.with_metrics:
         correct = (parts.is_largest & losses.mask).float()
         entropy, correct = _metrics(full_call, compacted, parts.entropy, correct, reduction)
-    denominator = total if reduction == "total" and total is not None else loss.new_ones(())
+    if total is not None and reduction == "total":
+        denominator = total
     if reduction == "none":
         loss, stats = compacted.scatter(loss), compacted.scatter_statistics(parts.statistics)
     else:
@@ -200,7 +239,8 @@ def _fake_forward(call: CrossEntropyCall, reduction: str, *need: bool) -> tuple[
     per_token = reduction == "none"
     shape = tuple(call.tokens) if per_token else ()
     metrics = shape if call.with_metrics else (0,)
-    shapes = shape, metrics, metrics, (STATISTICS, *shape) if per_token else (0,), ()
+    stats = (STATISTICS, *shape) if per_token else (0,)
+    shapes = shape, metrics, metrics, stats, () if reduction == "total" else (0,)
     results = (call.input.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return *results, *fake_gradients(call, need, call.saved_dtypes)
 
@@ -278,13 +318,12 @@ class CrossEntropyOps:
         return args[self.forward.fields] == "none"
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, _, _, stats, denominator, *gradients = output
+        _, _, _, stats, _, *gradients = output
         ctx.recomputes = self._recomputes(inputs)
         if ctx.recomputes:
             self.forward.save_call(ctx, inputs, stats)
         else:  # the caller divides a total, whose gradient is that of a sum
-            total = inputs[self.forward.fields] == "total"
-            self.forward.save_gradients(ctx, inputs, None if total else denominator, *gradients)
+            self.forward.save_gradients(ctx, inputs, *gradients)
 
     def _differentiate(self, ctx: Any, grad: Tensor, *_: None) -> Any:
         if ctx.recomputes:

@@ -153,7 +153,7 @@ class DistillationOps:
         self.scale = scale_op(f"_{name}_scale")
         self.forward.op.register_sharding(_forward_sharding if splits else replicate_only)
         # The caller divides a total, whose gradient is that of a sum.
-        self.forward.differentiate_by_scaling(self.scale, lambda inputs, output: None if inputs[-4] else output[3])
+        self.forward.differentiate_by_scaling(self.scale)
 
     @property
     def kernel_ops(self) -> tuple[KernelOp, ...]:

@@ -501,5 +501,5 @@ def groups_op(name: str, call_type: type[GroupsCall], scale: KernelOp) -> Linear
     """Return the kernel op of a loss of groups, whose backward pass scales the saved gradients with `scale`."""
     op = LinearOp(name, call_type, _grouped, outputs=6, fake=_fake_grouped, products=_grouped_products)
     op.op.register_sharding(replicate_only)
-    op.differentiate_by_scaling(scale, lambda inputs, output: None)
+    op.differentiate_by_scaling(scale)
     return op

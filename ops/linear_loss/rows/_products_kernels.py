@@ -132,7 +132,8 @@ def logits_kernel(
 
     `row [4, M]` has the rows' references and the coefficients of gradients; a reference of +inf is a row that does not
     count. `part [4, tiles, M]` gets the sums of exponentials as `add_exponentials` has them, the largest logit of the
-    tile, with MOMENTS their moments, and with class weights weighted logits. With a `place` a row of x is that row of all others.
+    tile, with MOMENTS their moments, and with class weights weighted logits. With a `place` a row of x is that row of
+    all others.
     Columns `out [M, K]` are left out besides a row's own, those of a tile from `first_out [tiles + 1, M]` on.
     """
     end = tl.load(count_ptr)

@@ -324,20 +324,19 @@ def first_pass(rows: SoftmaxRows, kept: Tensor | None = None) -> RowParts:
 def second_pass(
     rows: SoftmaxRows,
     stats: Tensor,
-    row_gradients: Callable[[slice, RowResults], RowGradients],
+    row_gradients: Callable[[slice, Statistics], RowGradients],
     gradients: Gradients,
     kept: Tensor | None = None,
 ) -> None:
     """Make the gradients, given the statistics `[5, N]` of a first pass and a function for those of the results.
 
-    Exponentials that were kept serve as they are where they do; what is `weighted` in the results is not made again.
+    Exponentials that were kept serve as they are where they do.
     """
     p: Tensor | None = None
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
         of_rows = Statistics(stats[:, block])
-        results = row_results(of_rows, classes.y, torch.zeros_like(of_rows.rest), classes.counts, classes.distinct)
-        grads = row_gradients(block, results)
+        grads = row_gradients(block, of_rows)
         serves = kept is not None and rows.exponentials_serve(grads)
         if kept is not None and serves:
             part = kept[block]

@@ -1,8 +1,8 @@
 """The plan of a loss over a vocabulary: how many rows of P exist at a time, and in what dtype dW is summed.
 
     memory   dW's sums + C V e, of a chunk of C rows; in the backward pass dW twice, as it is scaled
-    time     3 products of 2 N V H FLOPs, that of dx in waves of tiles, and for each chunk what it reads of W and what it
-             reads and writes of dW
+    time     3 products of 2 N V H FLOPs, that of dx in waves of tiles, and for each chunk what it reads of W and what
+             it reads and writes of dW
 
 dW is summed in the weight's own dtype over up to ROUNDED_CHUNKS chunks: each adds its float32 product to what is there
 and rounds once. With rows and exponentials that are rounded the accuracy rule has no room for more; beyond, and in

@@ -117,7 +117,7 @@ def launch_logits(
     """
     weight, bias, class_weight, transform = weights
     (M, H), V = rows.x.shape, weight.shape[0]
-    tile = logits_tile(rows.x.device) if place is None else listed_tile()
+    tile = logits_tile(V, rows.x.device) if place is None else listed_tile(V)
     described = place is None and describable(rows.x) and describable(weight)
     p_described = p is not None and described and describable(p)
     tiles, flatten = cdiv(M, tile.rows) * cdiv(V, tile.columns), H <= SHORT and place is None and left_out is None
@@ -137,8 +137,8 @@ def launch_logits(
         0 if p is None else p.stride(0),
         *transform.numbers,
         GRADIENTS=gradients, MOMENTS=moments, ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
-        DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET, PROGRAMS=programs, PIECES=pieces, FLATTEN=flatten,
-        **tile.arguments(),
+        DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET,
+        PROGRAMS=programs, PIECES=pieces, FLATTEN=flatten, **tile.arguments(),
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def _first_of_tiles(columns: Tensor, V: int, width: int) -> Tensor:
 
 def part_sums(rows: Rows, V: int) -> Tensor:
     """Return an uninitialized buffer for the parts of the rows' sums, `[4, tiles, M]`."""
-    tiles = cdiv(V, logits_tile(rows.x.device).columns)
+    tiles = cdiv(V, logits_tile(V, rows.x.device).columns)
     return empty((4, tiles, rows.numbers.shape[1]), torch.float32, rows.x.device)
 
 
@@ -166,8 +166,9 @@ def combined(parts: Tensor, rows: Rows, *, moments: bool, weighted: bool) -> Ten
     _, tiles, M = parts.shape
     out = empty((4, M), torch.float32, parts.device)
     wrap_triton(combine_kernel)[(cdiv(M, 16),)](
-        parts, rows.numbers, rows.end, out, M, tiles, MOMENTS=moments, WEIGHTED=weighted, BLOCK_M=16, BLOCK_T=32, num_warps=4
-    )
+        parts, rows.numbers, rows.end, out, M, tiles,
+        MOMENTS=moments, WEIGHTED=weighted, BLOCK_M=16, BLOCK_T=32, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -230,7 +231,7 @@ def input_gradient(
 ) -> None:
     """Write r (P W) + e W_t, given r and e as `factors [2, M]`, to the rows of dx, or to those that `place` says."""
     (M, H), V = rows.x.shape, weight.shape[0]
-    tile = gradient_tile(M, H, p.device)
+    tile = gradient_tile(M, H, V, p.device)
     described = describable(p) and describable(weight)
     wrap_triton(input_gradient_kernel)[(cdiv(M, tile.rows) * cdiv(H, tile.columns),)](
         descriptor(p, [tile.rows, tile.depth]) if described else p,
@@ -245,7 +246,7 @@ def weight_gradient(
 ) -> None:
     """Write P^T (r x), times `scale` where given, to `total [V, H]`, or add it to what is there, rounded once."""
     V, H = total.shape
-    tile = gradient_tile(V, H, p.device)
+    tile = gradient_tile(V, H, p.shape[0], p.device)
     described = describable(p) and describable(scaled)
     # A float32 tile stored through a descriptor needs as much shared memory as the operands.
     total_described = described and total.dtype == p.dtype and describable(total)

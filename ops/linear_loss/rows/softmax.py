@@ -78,6 +78,11 @@ class Statistics:
     def log_total(self) -> Tensor:
         return torch.where(self.own == 1, self.rest.log1p(), self.total.log())
 
+    @property
+    def logsumexp(self) -> Tensor:
+        """The logsumexp of the row's logits; 0 of a row that does not count, as in `RowResults`."""
+        return self.reference + self.log_total
+
     def of_rows(self, rows: slice) -> "Statistics":
         return Statistics(self.values[:, rows])
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmk.registry import cdiv, num_programs
+from llmk.registry import cdiv, next_power_of_2, num_programs
 from llmk.registry.devices import INTERPRET, shared_memory
 
 COLUMNS = 256
@@ -43,21 +43,29 @@ class Tile:
         }
 
 
-def logits_tile(device: torch.device) -> Tile:
-    """Return the tile of logits, whose width is the same for any number of rows: so are a row's sums.
+FEW_BLOCKS = 8
+
+
+def interpreted_block(least: int, size: int) -> int:
+    """Return a block of `least`, or one that cuts a size into few: each takes the interpreter 10 ms, however wide."""
+    return max(least, next_power_of_2(cdiv(size, FEW_BLOCKS)))
+
+
+def logits_tile(V: int, device: torch.device) -> Tile:
+    """Return the tile of logits of V classes, whose width is the same for any number of rows: so are a row's sums.
 
     H100, 4096 rows, of cuBLAS's time for the bare product: 128 x 256 x 64 1.02 to 1.06, 256 x 128 1.16, 128 x 128 1.21.
     """
     if INTERPRET:
-        return Tile(16, 64, 16, 4, 1)
+        return Tile(16, interpreted_block(64, V), 16, 4, 1)
     if shared_memory(device) >= SMALL_SHARED_MEMORY:
         return Tile(128, COLUMNS, 64, 8, 3)
     return Tile(64, COLUMNS, 32, 8, 2)
 
 
-def listed_tile() -> Tile:
+def listed_tile(V: int) -> Tile:
     """Return the tile of logits of listed rows, of which there are mostly none: one that is built soon."""
-    return Tile(16, 64, 16, 4, 1) if INTERPRET else Tile(16, COLUMNS, 32, 4, 2)
+    return Tile(16, interpreted_block(64, V), 16, 4, 1) if INTERPRET else Tile(16, COLUMNS, 32, 4, 2)
 
 
 GRADIENT_TILES = {
@@ -69,10 +77,10 @@ GRADIENT_TILES = {
 """The time of an element of each tile, of that of the first one: H200, contractions of 32000 to 262144."""
 
 
-def gradient_tile(rows: int, columns: int, device: torch.device) -> Tile:
-    """Return the tile of a gradient with so many rows and columns."""
+def gradient_tile(rows: int, columns: int, depth: int, device: torch.device) -> Tile:
+    """Return the tile of a gradient with so many rows and columns, a product over `depth`."""
     if INTERPRET:
-        return Tile(16, 32, 16, 4, 1)
+        return Tile(interpreted_block(16, rows), 32, interpreted_block(16, depth), 4, 1)
     if shared_memory(device) < SMALL_SHARED_MEMORY:
         return Tile(64, 128, 32, 8, 2)
     return _cheapest(rows, columns, num_programs(device, 1))[0]

@@ -22,7 +22,7 @@ class Transform(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float | None, float | None, float | None]:
-        """What kernels compute y by, None for what they need not: inner, or without a cap the factor, outer, softcap."""
+        """Inner, or without a cap the factor, outer, and the cap, for kernels: None for what they need not compute."""
         if self.softcap:
             return self.inner, self.outer, self.softcap
         return None if self.factor == 1.0 else self.factor, None, None
