@@ -38,13 +38,14 @@ from llmk.ops.common.products import (
     MAX_STRIDE,
     column_quarters,
     grouped_tile,
-    product_tile,
+    product,
     product_tile_sizes,
 )
 from llmk.ops.common.rows import aligned
 from llmk.ops.common.sums import sum_partials, sum_to_scalar
 from llmk.registry import cdiv, empty, jit, max_warps, wrap_triton
 from llmk.registry.devices import INTERPRET
+from llmk.registry.launch import describable, descriptor
 
 BLOCK_R, BLOCK_C = 64, 128
 """A tile that is read. Its statistics are 2 (64 + 128) numbers for 8192 products."""
@@ -165,14 +166,15 @@ def contrastive_statistics_kernel(
 
 @jit
 def contrastive_product_statistics_kernel(
-    q_ptr, k_ptr, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, col_ptr, pair_ptr, R, M, H, first_pair,
-    EVEN_K: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, k, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, col_ptr, pair_ptr, R, M, H, first_pair,
+    DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     first_row, first_col = grouped_tile(R, M, BLOCK_M, BLOCK_N, GROUP_M)
-    z = product_tile(
-        q_ptr, k_ptr, first_row, first_col, R, M, H, H, 1, H, 1, EVEN_K, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES
-    )
+    z = product(
+        q, k, first_row.to(tl.int32), first_col.to(tl.int32), R, M, H, H, 1, H, 1,
+        DESCRIBED, False, True, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+    )  # fmt: skip
     m = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     s = tl.zeros((BLOCK_M,), dtype=tl.float32)
     quarters = column_quarters(z)
@@ -225,8 +227,8 @@ def _loss_gradients(grad_ptr, first, L, block: tl.constexpr):
 
 @jit
 def _store_gradient(
-    z, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz_ptr,
-    R, M, dz_stride, first_row, first_col, first_pair,
+    z, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz,
+    R, M, dz_stride, first_row, first_col, first_pair, DZ_DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of a tile of products, if it is wanted; return its rows' parts of the factor's."""
     inside, pair, y = _logits(z, factor_ptr, query_id_ptr, key_id_ptr, R, M, first_row, first_col, first_pair)
@@ -238,11 +240,14 @@ def _store_gradient(
     if col_ptr is not None:
         p = _softmax(y, col_ptr, first_col, M, 0)
         dy += _loss_gradients(col_grad_ptr, first_col, M, z.shape[1])[None, :] * (p - own)
-    if dz_ptr is not None:
-        dz = (dy * tl.load(factor_ptr)).to(dz_ptr.dtype.element_ty)
-        rows, col = first_row + tl.arange(0, z.shape[0]), tl.arange(0, z.shape[1])
-        dz_ptr += first_col
-        tl.store(dz_ptr + rows[:, None] * dz_stride + col[None, :], dz, mask=inside)
+    if dz is not None:
+        value = dy * tl.load(factor_ptr)
+        if DZ_DESCRIBED:
+            dz.store([first_row.to(tl.int32), first_col.to(tl.int32)], value.to(dz.dtype))
+        else:
+            rows, col = first_row + tl.arange(0, z.shape[0]), tl.arange(0, z.shape[1])
+            dz_ptrs = dz + first_col + rows[:, None] * dz_stride + col[None, :]
+            tl.store(dz_ptrs, value.to(dz.dtype.element_ty), mask=inside)
     return tl.sum(tl.where(inside, dy * z, 0.0), axis=1)
 
 
@@ -262,7 +267,7 @@ def contrastive_gradient_kernel(
     first_row, first_col, z = _read_tile(z_ptr, R, M, z_stride, BLOCK_R, BLOCK_C)
     dfactor = _store_gradient(
         z, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz_ptr,
-        R, M, dz_stride, first_row, first_col, first_pair,
+        R, M, dz_stride, first_row, first_col, first_pair, False,
     )  # fmt: skip
     if dfactor_ptr is not None:
         _store_rows(dfactor, dfactor_ptr, first_col // BLOCK_C, first_row, R)
@@ -270,21 +275,22 @@ def contrastive_gradient_kernel(
 
 @jit
 def contrastive_product_gradient_kernel(
-    q_ptr, k_ptr, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz_ptr,
-    dfactor_ptr, R, M, H, dz_stride, first_pair,
-    EVEN_K: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, k, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz,
+    dfactor_ptr, R, M, H, dz_stride, first_pair, DESCRIBED: tl.constexpr, DZ_DESCRIBED: tl.constexpr,
+    WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     first_row, first_col = grouped_tile(R, M, BLOCK_M, BLOCK_N, GROUP_M)
-    z = product_tile(
-        q_ptr, k_ptr, first_row, first_col, R, M, H, H, 1, H, 1, EVEN_K, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES
-    )
+    z = product(
+        q, k, first_row.to(tl.int32), first_col.to(tl.int32), R, M, H, H, 1, H, 1,
+        DESCRIBED, False, True, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+    )  # fmt: skip
     dfactor = tl.zeros((BLOCK_M,), dtype=tl.float32)
     quarters = column_quarters(z)
     for i in tl.static_range(4):
         dfactor += _store_gradient(
-            quarters[i], factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz_ptr,
-            R, M, dz_stride, first_row, first_col + i * (BLOCK_N // 4), first_pair,
+            quarters[i], factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz,
+            R, M, dz_stride, first_row, first_col + i * (BLOCK_N // 4), first_pair, DZ_DESCRIBED,
         )  # fmt: skip
     if dfactor_ptr is not None:
         _store_rows(dfactor, dfactor_ptr, first_col // BLOCK_N, first_row, R)
@@ -300,8 +306,16 @@ def _launch_sizes(products: Products, warps: int, stages: int) -> tuple[dict[str
     """Return how the products are made, and the rows and columns of a tile."""
     H = products.keys.shape[1]
     tile = product_tile_sizes(BLOCK_N, H, products.keys.element_size()) | {"num_warps": warps, "NUM_STAGES": stages}
-    options = {"EVEN_K": H % tile["BLOCK_K"] == 0, "WIDEN": INTERPRET}
-    return options | tile, tile["BLOCK_M"], tile["BLOCK_N"]
+    return {"WIDEN": INTERPRET} | tile, tile["BLOCK_M"], tile["BLOCK_N"]
+
+
+def _operands(products: Products, launch: dict[str, Any]) -> tuple[Any, Any, bool]:
+    """Return queries and keys for a kernel, described where they can be, and if they are."""
+    queries, keys, _ = products
+    if not (describable(queries) and describable(keys)):
+        return queries, keys, False
+    depth = launch["BLOCK_K"]
+    return descriptor(queries, [launch["BLOCK_M"], depth]), descriptor(keys, [launch["BLOCK_N"], depth]), True
 
 
 def statistics(products: Products, similarities: Similarities, columns: bool) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -322,8 +336,9 @@ def statistics(products: Products, similarities: Similarities, columns: bool) ->
     grid = (tiles_r * tiles_c,)
     if z is None:
         H = products.keys.shape[1]
+        queries, keys, described = _operands(products, launch)
         wrap_triton(contrastive_product_statistics_kernel)[grid](
-            products.queries, products.keys, *given, H, first_pair, **launch
+            queries, keys, *given, H, first_pair, DESCRIBED=described, **launch
         )
     else:
         wrap_triton(contrastive_statistics_kernel)[grid](z, *given, z.stride(0), first_pair, **launch)
@@ -351,15 +366,20 @@ def gradients(
     tiles_r, tiles_c = cdiv(R, block_r), cdiv(M, block_c)
     parts = empty((tiles_c, R), torch.float32, dproducts.device) if need_factor else None
     wanted = None if dproducts.shape[0] < R else dproducts  # of no rows where only the factor's gradient is asked for
-    given = factor, query_ids, key_ids, *rows, *(columns or (None, None)), wanted, parts, R, M
+    given = factor, query_ids, key_ids, *rows, *(columns or (None, None))
     if z is None:
         H = products.keys.shape[1]
+        queries, keys, described = _operands(products, launch)
+        stores_blocks = described and wanted is not None and describable(wanted)
         wrap_triton(contrastive_product_gradient_kernel)[(tiles_r * tiles_c,)](
-            products.queries, products.keys, *given, H, dproducts.stride(0), first_pair, **launch
-        )
+            queries, keys, *given,
+            descriptor(wanted, [block_r, block_c // 4]) if wanted is not None and stores_blocks else wanted,
+            parts, R, M, H, dproducts.stride(0), first_pair,
+            DESCRIBED=described, DZ_DESCRIBED=stores_blocks, **launch,
+        )  # fmt: skip
     else:
         wrap_triton(contrastive_gradient_kernel)[(tiles_r * tiles_c,)](
-            z, *given, z.stride(0), dproducts.stride(0), first_pair, **launch
+            z, *given, wanted, parts, R, M, z.stride(0), dproducts.stride(0), first_pair, **launch
         )
     return None if parts is None else sum_to_scalar(sum_partials(parts, torch.float32))
 

@@ -1,42 +1,19 @@
 """The kernels of `products.py`: the three products with their epilogues, and what stands between them.
 
-`product` is the loop that all three share. Tiles of logits are numbered rows first, so that the programs that run at
+Tiles of logits are numbered rows first, so that the programs that run at
 the same time share a block of the weight; those of gradients in groups of GROUP_M rows of tiles.
 """
 
 import triton.language as tl
 
 from llmk.ops.common.math import LOG2E, cap, cap_slope, exp, log1p
-from llmk.ops.common.products import column_eighths, column_halves, product_tile
+from llmk.ops.common.products import column_eighths, column_halves, product
 from llmk.registry import jit
 
 NEAR: tl.constexpr = tl.constexpr(8.0)
 """Exponentials of numbers up to it lose three bits to the rounding of their arguments."""
 LEAST_DISTANCE: tl.constexpr = tl.constexpr(-1e4)
 """Exponentials of what is below are 0."""
-
-
-@jit
-def product(
-    a, b, first_row, first_col, M, N, K, a_stride_m, a_stride_k, b_stride_n, b_stride_k,
-    DESCRIBED: tl.constexpr, TRANSPOSE_A: tl.constexpr, TRANSPOSE_B: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    """Return a tile of the product of a [M, K] and b [K, N]; a described operand that is transposed is stored so."""
-    if DESCRIBED:
-        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-            left = a.load([k, first_row]).T if TRANSPOSE_A else a.load([first_row, k])
-            right = b.load([first_col, k]).T if TRANSPOSE_B else b.load([k, first_col])
-            if WIDEN:
-                left, right = left.to(tl.float32), right.to(tl.float32)
-            total = tl.dot(left, right, total)
-    else:
-        total = product_tile(
-            a, b, first_row.to(tl.int64), first_col.to(tl.int64), M, N, K,
-            a_stride_m, a_stride_k, b_stride_n, b_stride_k, False, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
-        )  # fmt: skip
-    return total
 
 
 @jit
