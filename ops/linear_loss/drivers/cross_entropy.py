@@ -211,7 +211,7 @@ def _metrics(
 ) -> tuple[Tensor, Tensor]:
     """Return entropies and correctness `[...]`, or their means over the tokens that count."""
     if reduction == "none":
-        return compacted.scatter(entropy), compacted.scatter(correct)
+        return compacted.scatter_output(entropy), compacted.scatter_output(correct)
     count = call.mask().sum()
     if compacted.count is not None:
         past = compacted.count.past(entropy.shape[0])

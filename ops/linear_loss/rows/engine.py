@@ -12,7 +12,7 @@ label smoothing, of float16, whose range holds no exponentials, and over support
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -157,7 +157,7 @@ class SoftmaxRows:
             left_out = classes.columns.sort(-1).values
             y_left_out = classes.y.masked_fill(~others, float("-inf"))
         slope_own = None if classes.slopes is None else classes.own(classes.slopes)
-        reference = y_own.masked_fill(~mask, float("inf"))  # which says that a row does not count
+        reference = torch.where(mask, y_own, float("inf"))  # which says that a row does not count
         return Chunk(rows, mask, self._count(rows), own, y_own, reference, slope_own, left_out, y_left_out), classes
 
     def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Statistics, RowResults, Tensor]:
@@ -237,10 +237,14 @@ class SoftmaxRows:
         return torch.ldexp(torch.ones_like(bound), exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT))
 
 
+def _joined(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
+
+
 class RowParts:
     """The results of rows and the statistics `[5, N]`, gathered from chunks when they are asked for.
 
-    What is returned has memory of its own.
+    Those of one chunk are as the chunk has them, and may share memory.
     """
 
     def __init__(self, rows: SoftmaxRows) -> None:
@@ -252,7 +256,7 @@ class RowParts:
             results = RowResults(
                 row.expand(rows.classes.shape[1], 0).t(), row, row, row, row if rows.with_tail else None
             )
-            self.add(Statistics(row.expand(STATISTICS + rows.with_tail, 0)), results, row.bool())
+            self.add(Statistics(row.new_zeros((STATISTICS + rows.with_tail, 0))), results, row.bool())
 
     def add(self, stats: Statistics, results: RowResults, largest: Tensor) -> None:
         self._stats.append(stats.values)
@@ -260,16 +264,16 @@ class RowParts:
         self._largest.append(largest)
 
     def _whole(self, name: str) -> Tensor:
-        return torch.cat([getattr(each, name) for each in self._results])
+        return _joined([getattr(each, name) for each in self._results])
 
     @property
     def statistics(self) -> Tensor:
-        return torch.cat(self._stats, -1)
+        return _joined(self._stats, -1)
 
     @property
     def is_largest(self) -> Tensor:
         """The mask of the rows `[N]` whose own class is the largest."""
-        return torch.cat(self._largest)
+        return _joined(self._largest)
 
     @property
     def logprobs(self) -> Tensor:
