@@ -37,6 +37,7 @@ from llmk.registry import (
     check_dtype,
     check_same,
     check_shape,
+    empty,
     replicate_only,
     row_axes,
 )
@@ -192,8 +193,7 @@ def _forward(
     if weights is not None:
         loss = loss * weights
     # Each output has memory of its own, also where it has none.
-    nothing = (torch.empty((0,), dtype=torch.float32, device=loss.device) for _ in range(4))
-    entropy, correct, stats, denominator = nothing
+    entropy, correct, stats, denominator = (empty((0,), torch.float32, loss.device) for _ in range(4))
     if call.with_metrics:
         correct = (parts.is_largest & losses.mask).float()
         entropy, correct = _metrics(full_call, compacted, parts.entropy, correct, reduction)
