@@ -7,6 +7,8 @@ one place where that is decided; `KernelOp.implementation` asks it. INTERPRET is
 import contextlib
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,9 +76,14 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return None
 
 
+def kernel_context(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Make the tensor's device current, where Triton launches, and keep autocast away from the products inside."""
+    # Entering one costs microseconds.
+    return _kernel_context(tensor.device) if _needs_context(tensor) else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def kernel_context(device: torch.device) -> Iterator[None]:
-    """Make the tensors' device current, where Triton launches, and keep autocast away from the products inside."""
+def _kernel_context(device: torch.device) -> Iterator[None]:
     with torch.autocast(device.type, enabled=False):
         if device.type == "cuda":
             with torch.cuda.device(device):
@@ -90,8 +97,7 @@ def launches_directly(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.get_device() == current_device() and not torch.is_autocast_enabled("cuda")
 
 
-def needs_context(tensor: Tensor) -> bool:
-    """Return True if `kernel_context` would change anything; entering it costs microseconds."""
+def _needs_context(tensor: Tensor) -> bool:
     return not launches_directly(tensor) if tensor.is_cuda else torch.is_autocast_enabled(tensor.device.type)
 
 

@@ -52,13 +52,17 @@ def differentiating(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ordinary(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _ordinary_tensor(value) if value.is_inference() else value
     if isinstance(value, list | tuple):
         return type(value)(map(_ordinary, value)) if any(isinstance(each, Tensor) for each in value) else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         changed = {name: new for name, old in fields.items() if (new := _ordinary(old)) is not old}
         return dataclasses.replace(value, **changed) if changed else value
-    if not isinstance(value, Tensor) or not value.is_inference():
-        return value
+    return value
+
+
+def _ordinary_tensor(value: Tensor) -> Tensor:
     alias = torch.empty((0,), dtype=value.dtype, device=value.device)
     return alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 from llmk.registry.backward_op import BackwardOp
 from llmk.registry.checks import check_home
 from llmk.registry.derivative import Derivative, Keeps
-from llmk.registry.devices import INTERPRET, kernel_context, launches_directly, needs_context, runs_kernels
+from llmk.registry.devices import INTERPRET, kernel_context, launches_directly, runs_kernels
 from llmk.registry.eager.bypass import PLAIN_TENSORS, are_plain, is_eager
 from llmk.registry.eager.launch_cache import LaunchCache, captures, pending
 from llmk.registry.graphs import forced_form
@@ -257,10 +257,7 @@ class KernelOp:
         @functools.wraps(fn)
         def body(*args: Any) -> Any:
             run = self.implementation(*args)
-            if needs_context(args[0]):
-                with kernel_context(args[0].device):
-                    outputs = run(*args)
-            else:
+            with kernel_context(args[0]):
                 outputs = run(*args)
             return outputs if traced_by_compiler() else _no_views(outputs)
 

@@ -69,7 +69,7 @@ def _scale_saved(op: KernelOp, saved: Tensor, grad: Tensor) -> Tensor:
     """The same where `saved` is, which nobody reads again. A factor of 1 changes no bit of it."""
     if not runs_kernels(op.name, saved):
         return saved.copy_(_scale_on_cpu(saved, grad, saved.dtype))
-    with kernel_context(saved.device):
+    with kernel_context(saved):
         _launch(saved, grad, saved, in_place=True)
     return saved
 

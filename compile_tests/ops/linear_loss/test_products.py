@@ -133,6 +133,14 @@ def test_what_nothing_wrote_is_not_read(name: str, nan_where_nothing_is_written:
         require_accurate(OPS[name], sample, call(OPS[name], sample))
 
 
+@pytest.mark.parametrize("skip_ignored", [False, True])
+def test_results_have_memory_of_their_own(skip_ignored: bool, device: torch.device) -> None:
+    """Also those of one chunk, which its kernel writes side by side."""
+    x, weight, target = (each.to(device) for each in head(6, torch.bfloat16))
+    logprobs, entropy = torch.ops.llmk.linear_logprobs(x, weight, target, skip_ignored=skip_ignored)
+    assert logprobs.untyped_storage().data_ptr() != entropy.untyped_storage().data_ptr()
+
+
 def exponentials(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Make P by the kernel, and the same in float64, with a column of 0 for each target."""
     weights, device = Weights(weight, None, None, Transform()), x.device

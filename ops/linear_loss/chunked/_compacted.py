@@ -166,6 +166,10 @@ class CompactedTokens:
             self.count.scatter_rows(_matrix(rows), self.index, _matrix(out))
         return out.view(shape)
 
+    def scatter_output(self, rows: Tensor) -> Tensor:
+        """Scatter what an operator returns, which shares memory with nothing else."""
+        return self.scatter(rows.clone() if self.index is None else rows)
+
     def gather_statistics(self, stats: Tensor) -> Tensor:
         """Gather the columns of `[S, ...]` of these tokens: `[S, n]`."""
         stats = stats.reshape(stats.shape[0], math.prod(self.shape))

@@ -37,6 +37,7 @@ from llmk.registry import (
     check_dtype,
     check_same,
     check_shape,
+    empty,
     replicate_only,
     row_axes,
 )
@@ -192,8 +193,7 @@ def _forward(
     if weights is not None:
         loss = loss * weights
     # Each output has memory of its own, also where it has none.
-    nothing = (torch.empty((0,), dtype=torch.float32, device=loss.device) for _ in range(4))
-    entropy, correct, stats, denominator = nothing
+    entropy, correct, stats, denominator = (empty((0,), torch.float32, loss.device) for _ in range(4))
     if call.with_metrics:
         correct = (parts.is_largest & losses.mask).float()
         entropy, correct = _metrics(full_call, compacted, parts.entropy, correct, reduction)
@@ -211,7 +211,7 @@ def _metrics(
 ) -> tuple[Tensor, Tensor]:
     """Return entropies and correctness `[...]`, or their means over the tokens that count."""
     if reduction == "none":
-        return compacted.scatter(entropy), compacted.scatter(correct)
+        return compacted.scatter_output(entropy), compacted.scatter_output(correct)
     count = call.mask().sum()
     if compacted.count is not None:
         past = compacted.count.past(entropy.shape[0])

@@ -162,8 +162,8 @@ def _forward(impl: Implementation, full_call: CandidatesCall, keep: bool) -> tup
     of_rows, tail = parts.logprobs, parts.tail
     if tail is not None:
         of_rows = torch.cat((of_rows, tail.unsqueeze(-1)), -1)
-    logprobs = compacted.scatter(of_rows).view(full_call.logprobs_shape)
-    return logprobs, compacted.scatter(parts.entropy), compacted.scatter_statistics(parts.statistics), kept
+    logprobs = compacted.scatter_output(of_rows).view(full_call.logprobs_shape)
+    return logprobs, compacted.scatter_output(parts.entropy), compacted.scatter_statistics(parts.statistics), kept
 
 
 def _backward(
@@ -468,7 +468,7 @@ def _grouped(
     else:
         kept = call.kept_matrix(call.kept_buffer(needed and call.keeps_exponentials))
         parts = first_pass(rows, kept)
-    logprobs, entropy = compacted.scatter(parts.logprobs.squeeze(-1)), compacted.scatter(parts.entropy)
+    logprobs, entropy = map(compacted.scatter_output, (parts.logprobs.squeeze(-1), parts.entropy))
     value, given = full_call.terms(slice(None)).loss, [full_call.grouped(each) for each in (logprobs, entropy)]
     if not needed or plan is not None:
         return value(*given), logprobs, entropy, *gradients.results(full_call.input.shape)

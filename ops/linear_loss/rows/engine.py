@@ -12,7 +12,7 @@ label smoothing, of float16, whose range holds no exponentials, and over support
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -159,7 +159,7 @@ class SoftmaxRows:
             left_out = classes.columns.sort(-1).values
             y_left_out = classes.y.masked_fill(~others, float("-inf"))
         slope_own = None if classes.slopes is None else classes.own(classes.slopes)
-        reference = reference.masked_fill(~mask, float("inf"))  # which says that a row does not count
+        reference = torch.where(mask, reference, float("inf"))  # which says that a row does not count
         return Chunk(rows, mask, self._count(rows), own, y_own, reference, slope_own, left_out, y_left_out), classes
 
     def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Statistics, RowResults, Tensor]:
@@ -179,9 +179,14 @@ class SoftmaxRows:
         is_one = self.classes.shape[1] == 1 and not self.with_tail
         return is_one and self.leaves_out_own and self.support is None
 
+    @property
+    def stores_exponentials(self) -> bool:
+        """True if the exponentials of the sums may be the gradient, times a factor for each row."""
+        return self.has_one_class and self.projection.keeps_exponentials
+
     def exponentials_serve(self, grads: RowGradients) -> bool:
         """Return True if exponentials that are stored give the gradient."""
-        return self.has_one_class and grads.is_scaled_exponentials and self.projection.keeps_exponentials
+        return self.stores_exponentials and grads.is_scaled_exponentials
 
     def matrix_of(
         self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, p: Tensor, exponentials: bool
@@ -239,10 +244,14 @@ class SoftmaxRows:
         return torch.ldexp(torch.ones_like(bound), exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT))
 
 
+def _joined(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
+
+
 class RowParts:
     """The results of rows and the statistics `[5, N]`, gathered from chunks when they are asked for.
 
-    What is returned has memory of its own.
+    Those of one chunk are as the chunk has them, and may share memory.
     """
 
     def __init__(self, rows: SoftmaxRows) -> None:
@@ -254,7 +263,7 @@ class RowParts:
             results = RowResults(
                 row.expand(rows.classes.shape[1], 0).t(), row, row, row, row if rows.with_tail else None
             )
-            self.add(Statistics(row.expand(STATISTICS + rows.with_tail, 0)), results, row.bool())
+            self.add(Statistics(row.new_zeros((STATISTICS + rows.with_tail, 0))), results, row.bool())
 
     def add(self, stats: Statistics, results: RowResults, largest: Tensor) -> None:
         self._stats.append(stats.values)
@@ -262,16 +271,16 @@ class RowParts:
         self._largest.append(largest)
 
     def _whole(self, name: str) -> Tensor:
-        return torch.cat([getattr(each, name) for each in self._results])
+        return _joined([getattr(each, name) for each in self._results])
 
     @property
     def statistics(self) -> Tensor:
-        return torch.cat(self._stats, -1)
+        return _joined(self._stats, -1)
 
     @property
     def is_largest(self) -> Tensor:
         """The mask of the rows `[N]` whose own class is the largest."""
-        return torch.cat(self._largest)
+        return _joined(self._largest)
 
     @property
     def logprobs(self) -> Tensor:
@@ -300,7 +309,7 @@ def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) ->
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
         part = p[: block.stop - block.start]
-        stats, results, largest = rows.results(chunk, classes, part if rows.projection.keeps_exponentials else None)
+        stats, results, largest = rows.results(chunk, classes, part if rows.stores_exponentials else None)
         parts.add(stats, results, largest)
         grads = objective.gradients(block, results)
         serves = rows.exponentials_serve(grads)

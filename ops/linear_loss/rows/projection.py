@@ -124,7 +124,7 @@ class KernelProjection:
     def __init__(self, x: Tensor, weights: Weights, shard: VocabShard | None) -> None:
         self.x, self.weights, self.shard = x if x.stride(-1) == 1 else x.contiguous(), weights, shard
         self.p_dtype, self.V = x.dtype, weights.weight.shape[0]
-        self.scratch = torch.empty((0,), dtype=x.dtype, device=x.device)
+        self.scratch: Tensor | None = None
 
     @property
     def keeps_exponentials(self) -> bool:
@@ -132,7 +132,7 @@ class KernelProjection:
 
     def scratch_rows(self, rows: int) -> Tensor:
         """Return a buffer for so many rows, the same for all chunks."""
-        if self.scratch.shape[0] < rows:
+        if self.scratch is None or self.scratch.shape[0] < rows:
             self.scratch = torch.empty((rows, self.x.shape[1]), dtype=self.x.dtype, device=self.x.device)
         return self.scratch[:rows]
 
@@ -351,7 +351,6 @@ class Gradients:
         self.dx = make((N if need[0] else 0, H if need[0] else 0), dtype=dx_dtype, device=device)
         self.dw = make_sum((V, H) if need[1] else (0,), dtype=total, device=device)
         self.db = make_sum((V,) if need[2] else (0,), dtype=torch.float32, device=device)
-        self.scaled = torch.empty((0,), dtype=projection.p_dtype, device=device)
 
     def add(self, chunk: Chunk, rows: RowMatrix) -> None:
         """Add the gradients of a chunk; the first one overwrites."""
