@@ -60,7 +60,7 @@ def relative_to(m, base, total, moment):
 
 
 @jit
-def add_exponentials(y, reference, m, total, moment, MOMENTS: tl.constexpr):
+def add_exponentials(y, reference, m, total, moment, MOMENTS: tl.constexpr, BRANCHLESS: tl.constexpr):
     """Return the exponentials of some columns relative to a reference; and m, total and moment with theirs.
 
     m is the largest number, and total and moment are sums of exponentials and of these times the distance to m, both
@@ -77,7 +77,9 @@ def add_exponentials(y, reference, m, total, moment, MOMENTS: tl.constexpr):
         moment = fade * (moment + moved * total) + tl.sum(e * distance, axis=1)
     total = fade * total + tl.sum(e, axis=1)
     is_far = new_base != reference
-    if tl.max(is_far.to(tl.int32), axis=0) > 0:
+    if BRANCHLESS:
+        e *= tl.where(is_far, tl.exp2((new_base - reference) * LOG2E), 1.0)[:, None]
+    elif tl.max(is_far.to(tl.int32), axis=0) > 0:
         e *= tl.where(is_far, tl.exp2((new_base - reference) * LOG2E), 1.0)[:, None]
     return e, new_m, total, moment
 
@@ -161,7 +163,9 @@ def logits_kernel(
             cols = col + tl.arange(0, WIDTH)
             y, slope = transformed(pieces[i], bias_ptr, cols, V, inner, outer, softcap, ROUNDED, LOW)
             kept = y
-            if has_others > 0:
+            if PIECES > 2:  # LLVM takes minutes for a branch in each of many pieces
+                kept = tl.where(is_other(cols, limit, own), y, float("-inf"))
+            elif has_others > 0:
                 kept = tl.where(is_other(cols, limit, own), y, float("-inf"))
             if out_ptr is not None:
                 for k in range(most_out):
@@ -170,7 +174,9 @@ def logits_kernel(
             if GRADIENTS:
                 value = gradients_of(kept, reference, a, b)
             else:
-                value, largest, total, moment = add_exponentials(kept, reference, largest, total, moment, MOMENTS)
+                value, largest, total, moment = add_exponentials(
+                    kept, reference, largest, total, moment, MOMENTS, PIECES > 2
+                )
             if class_weight_ptr is not None:
                 class_weight = tl.load(class_weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
                 others = is_other(cols, limit, own)
