@@ -110,8 +110,9 @@ def test_processes_are_told_what_was_chosen(monkeypatch: pytest.MonkeyPatch, fol
 
     monkeypatch.setattr(command, "check_in_processes", note)
     arguments = ["add", "--device", "cpu", "--path", "reference"]
-    assert main(arguments) == 0
+    assert main([*arguments, "--seed", "7"]) == 0
     assert words[:2] == ["--skip", "compiled"]
+    assert words[-2:] == ["--seed", "7"]
     assert parse([*arguments, "--journal", "journal.jsonl"]).skip is None
 
 
