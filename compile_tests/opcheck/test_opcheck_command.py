@@ -239,3 +239,16 @@ def test_numbers_of_a_failure_are_replayed_by_their_seed(tmp_path: Path, capsys:
         printed += [line for line in capsys.readouterr().out.splitlines() if "in the same memory, of seed" in line]
     assert len(printed) == 2
     assert printed[0] == printed[1]
+
+
+def test_a_record_that_leaves_out_what_there_is_not_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my_op.py"
+    file.write_text(
+        OWN_OP.format(divisor=2).replace("differentiable=()", "differentiable=(), unchecked={'nosuch': 'why'}")
+    )
+    with pytest.raises(SystemExit) as stopped:
+        main([str(file), "--device", "cpu"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("opcheck: the record half: unchecked: no promise 'nosuch'; there are ")
