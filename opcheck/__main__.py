@@ -30,6 +30,7 @@ from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer,
 from llmk.opcheck.search import searches
 from llmk.opcheck.settings import words_of_table
 from llmk.opcheck.signatures import Unrecorded
+from llmk.opcheck.value_promises import FRESH
 from llmk.registry import OPS, Op
 from llmk.registry.devices import INTERPRET
 
@@ -107,7 +108,12 @@ def _parser() -> _Parser:
         metavar="SECONDS",
         help="instead of checking promises, search for inputs on which an operator is wrong, for so long each",
     )
-    parser.add_argument("--seed", type=_natural, metavar="N", help="with --search: the first case (default: 0)")
+    parser.add_argument(
+        "--seed",
+        type=_natural,
+        metavar="N",
+        help="the first case of --search (default: 0), or what fresh_numbers draws (default: others every time)",
+    )
     parser.add_argument(
         "--few", action="store_true", help="with --sanitize: run memcheck on few samples, like racecheck"
     )
@@ -133,8 +139,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("argument --path: it is for the CPU; on a GPU the kernels run")
     if options.search:
         _refuse_to_search(options)
-    elif options.seed is not None:
-        _refuse("argument --seed: it is for --search")
     if options.sanitize:
         _refuse_to_sanitize(options)
     elif options.few or options.longest:
@@ -179,6 +183,8 @@ def _refuse_to_search(options: argparse.Namespace) -> None:
 
 
 def _refuse_to_sanitize(options: argparse.Namespace) -> None:
+    if options.seed is not None:
+        _refuse("argument --seed: there is none with --sanitize, which calls samples")
     if options.device.type != "cuda":
         _refuse("argument --sanitize: it watches a GPU's kernels, and the device is cpu")
     if options.only or options.skip:
@@ -276,6 +282,7 @@ def check_here(options: argparse.Namespace) -> None:
     """Check on the path that this process takes, and keep the journal."""
     journal = Journal(options.journal)
     done = {result.check for result in journal.results()}
+    FRESH.set(options.seed)
 
     def begin(running: RunningCheck) -> None:
         if not running.sample and not options.search:  # faulthandler ends the process, whatever holds it up
@@ -321,7 +328,9 @@ def check_all(options: argparse.Namespace) -> list[Result]:
         passed_on += ["--reference", options.reference]
     passed_on += ["--timeout", str(options.timeout)]
     if options.search:
-        passed_on += ["--search", str(options.search), "--seed", str(options.seed or 0)]
+        passed_on += ["--search", str(options.search)]
+    if options.seed is not None:
+        passed_on += ["--seed", str(options.seed)]
     progress, found = Progress(len(units)), {}
     for unit, results in check_in_processes(units, options.device, passed_on, options.jobs, options.total):
         progress(str(unit))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmk.opcheck.runner import require_known
 from llmk.opcheck.signatures import record_of
 from llmk.registry import OPS, Op
 
@@ -20,7 +21,7 @@ def find_ops(names: Sequence[str]) -> list[Op]:
     """Return the records of llmk's operators, of a Python file, or of a module; all of llmk's where none is named.
 
     Raises:
-        NotLoaded: There is none of a name, or its module raises an error.
+        NotLoaded: There is none of a name, its module raises an error, or it leaves out a promise that there is not.
     """
     if not names:
         return list(OPS.values())
@@ -36,6 +37,11 @@ def find_ops(names: Sequence[str]) -> list[Op]:
         if not ops:
             raise NotLoaded(f"{name} holds no llmk.registry.Op; name one of its operators: {name}:NAME")
         found += ops
+    for op in found:
+        try:
+            require_known(op.unchecked)
+        except ValueError as error:
+            raise NotLoaded(f"the record {op.name}: unchecked: {error}") from None
     return found
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +150,12 @@ def promise_named(name: str) -> Promise:
     return known[name]
 
 
+def require_known(names: Iterable[str]) -> None:
+    """Raise a ValueError if there is no promise of such a name."""
+    for name in names:
+        promise_named(name)
+
+
 def promises_for(device: torch.device, names: Sequence[str] | None = None, skip: Sequence[str] = ()) -> list[Promise]:
     """Return the promises to check, in opcheck's order: all by default but for those that are only asked by name."""
     left_out = [promise_named(name) for name in skip]
@@ -167,7 +173,8 @@ def promises_for(device: torch.device, names: Sequence[str] | None = None, skip:
 def promises_asked(op: Op, device: torch.device, *, first_dtype: bool) -> list[str]:
     """Return the names of the promises that `check` asks of an operator in one dtype, of the record's first or not."""
     chosen = [promise for promise in promises_for(device) if applies(promise, op)]
-    return [promise.__name__ for promise in chosen if first_dtype or promise not in IN_ONE_DTYPE]
+    names = [promise.__name__ for promise in chosen if first_dtype or promise not in IN_ONE_DTYPE]
+    return [name for name in names if name not in op.unchecked]
 
 
 def applies(promise: Promise, op: Op) -> bool:
@@ -205,6 +212,7 @@ def checks(
     An operator that has no code for the path gets one result, with nothing checked, that says what has. So does one in
     bfloat16 that Triton's interpreter cannot compute in, unless the dtype is asked for.
     """
+    require_known(op.unchecked)
     remember_state()
     other = op.reference if isinstance(op.reference, HeldAgainst) else None
     if isinstance(op, Unrecorded) or other:
@@ -236,6 +244,10 @@ def checks(
         for promise in chosen:
             name = promise.__name__
             if (op.name, dtype_name, name) in done or (place and promise in IN_ONE_DTYPE):
+                continue
+            if names is None and name in op.unchecked:
+                now = RunningCheck(op.name, dtype_name, name)
+                yield _told(now, device, f"{name} is left out: {op.unchecked[name]}")
                 continue
             yield _check_one(op, device, dtype_name, promise, samples, on_begin)
         now = RunningCheck(op.name, dtype_name, COSTS)

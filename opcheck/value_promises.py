@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -113,14 +114,20 @@ def _rows_with_nan(x: Tensor) -> Tensor:
     return x.isnan().any(-1, keepdim=True) if x.dim() > 1 else x.isnan().any()
 
 
+FRESH: ContextVar[int | None] = ContextVar("FRESH", default=None)
+"""The seed of `fresh_numbers`; None for another one every time."""
+
+
 def fresh_numbers(op: Op, samples: Sequence[Sample]) -> None:
     """2: other numbers in the memory of the call before give their own results, call after call.
 
-    A cache finds the address, the shape and the first element that it knows. The numbers are of a new seed every time.
+    A cache finds the address, the shape and the first element that it knows. The numbers are of a new seed every time,
+    unless one is to be replayed.
     """
-    seed = secrets.randbelow(2**31)
-    generator = torch.Generator().manual_seed(seed)
+    asked = FRESH.get()
+    seed = secrets.randbelow(2**31) if asked is None else asked
     for sample in few_kinds(op, samples):
+        generator = torch.Generator().manual_seed(seed)  # anew: no sample's numbers depend on which came before
         bound = {name: _own_memory(value) for name, value in op.bind(sample).items()}
         given = rebound(op, sample, bound, sample.why)
         outputs = as_list(op.overload(*given.args, **given.kwargs))

@@ -96,6 +96,8 @@ class Op:
             excuse another choice.
         batch_dependent: Results whose rows have other bits beside other rows on a GPU, though the rows are independent,
             as opcheck names them (`output 0`, `gradient of input`), with the reason: a library's product, most often.
+        unchecked: Promises that opcheck leaves out unless they are named, with the reason: one takes too long, say.
+            What may be broken is better accepted in a baseline, where it is known whether it still is.
         patterns: Computations in plain PyTorch that it replaces where `torch.compile(backend="llmk")` finds them.
         choices: Measured decisions, such as whether Inductor sees the kernel or plain aten: what and by which figure.
     """
@@ -117,6 +119,7 @@ class Op:
     error_bound: Callable[..., torch.Tensor | None] | None = None
     exact: bool = False
     batch_dependent: dict[str, str] = field(default_factory=dict)
+    unchecked: dict[str, str] = field(default_factory=dict)
     patterns: tuple["RewritePattern", ...] = ()
     choices: tuple[str, ...] = ()
     doc: str = ""

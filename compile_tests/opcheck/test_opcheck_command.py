@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -225,3 +226,29 @@ def test_operators_of_one_name_are_rows_of_their_own(
         ["b.py:half", "reference", "float32", "0/1"],
     ]
     assert "wrong values: b.py:half float32" in printed
+
+
+def test_numbers_of_a_failure_are_replayed_by_their_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "my_op.py"
+    cached = "CACHE.setdefault(input.shape, input / 2).clone()"
+    file.write_text("CACHE = {}\n" + OWN_OP.format(divisor=2).replace("return input / 2", f"return {cached}"))
+    options = [str(file), "--device", "cpu", "--dtype", "float32", "--path", "reference", "--only", "fresh_numbers"]
+    printed = []
+    for seed in ([], ["--seed"]):
+        assert main([*options, *seed, *re.findall(r"of seed (\d+)", "".join(printed))]) == 1
+        printed += [line for line in capsys.readouterr().out.splitlines() if "in the same memory, of seed" in line]
+    assert len(printed) == 2
+    assert printed[0] == printed[1]
+
+
+def test_a_record_that_leaves_out_what_there_is_not_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my_op.py"
+    file.write_text(
+        OWN_OP.format(divisor=2).replace("differentiable=()", "differentiable=(), unchecked={'nosuch': 'why'}")
+    )
+    with pytest.raises(SystemExit) as stopped:
+        main([str(file), "--device", "cpu"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("opcheck: the record half: unchecked: no promise 'nosuch'; there are ")

@@ -14,8 +14,8 @@ from compile_tests.helpers.own_op import OWN_OP
 from llmk.opcheck import __main__ as command
 from llmk.opcheck import assert_passes, check
 from llmk.opcheck.__main__ import main, parse
-from llmk.opcheck.reports import annotations, junit
-from llmk.opcheck.runner import Result, promises_for
+from llmk.opcheck.reports import annotations, junit, notes
+from llmk.opcheck.runner import Result, promises_asked, promises_for
 from llmk.registry import Op, Sample
 
 CPU = torch.device("cpu")
@@ -56,6 +56,20 @@ def test_promises_are_chosen_and_left_out_by_name() -> None:
     assert {promise.__name__ for promise in promises_for(CPU, None, named)} == everything - set(named)
     with pytest.raises(ValueError, match="no promise 'nosuch'"):
         promises_for(CPU, None, ["nosuch"])
+
+
+def test_a_record_leaves_a_promise_out_with_a_reason() -> None:
+    """Of that operator alone, and not where the promise is asked for by name."""
+    op = dataclasses.replace(WRONG, unchecked={"values_and_gradients": "known to be wrong"})
+    skip = [promise.__name__ for promise in promises_for(CPU, None, ["values_and_gradients", "no_alias"])]
+    results = check(op, skip=skip)
+    verdicts = {result.promise: result.verdict for result in results if result.promise != "runs"}
+    assert verdicts == {"values_and_gradients": "empty", "no_alias": "kept"}
+    assert list(notes(results)) == ["wrong (reference): values_and_gradients is left out: known to be wrong"]
+    assert "values_and_gradients" not in promises_asked(op, CPU, first_dtype=True)
+    assert not check(op, only=["values_and_gradients"])[0].passed
+    with pytest.raises(ValueError, match="no promise 'nosuch'; there are "):
+        check(dataclasses.replace(WRONG, unchecked={"nosuch": "a mistake"}))
 
 
 def test_options_take_several_promises(folder: Path) -> None:
@@ -110,8 +124,9 @@ def test_processes_are_told_what_was_chosen(monkeypatch: pytest.MonkeyPatch, fol
 
     monkeypatch.setattr(command, "check_in_processes", note)
     arguments = ["add", "--device", "cpu", "--path", "reference"]
-    assert main(arguments) == 0
+    assert main([*arguments, "--seed", "7"]) == 0
     assert words[:2] == ["--skip", "compiled"]
+    assert words[-2:] == ["--seed", "7"]
     assert parse([*arguments, "--journal", "journal.jsonl"]).skip is None
 
 

@@ -125,6 +125,7 @@ def test_what_is_only_for_the_sanitizer(option: list[str], capsys: pytest.Captur
         (["--device", "cpu"], "argument --sanitize: it watches a GPU's kernels, and the device is cpu"),
         (["--device", "cuda"], "argument --sanitize: compute-sanitizer is neither in PATH nor in /usr/local/cuda/bin"),
         (["--device", "cuda", "--only", "compiled"], "argument --only: there is none with --sanitize"),
+        (["--device", "cuda", "--seed", "5"], "argument --seed: there is none with --sanitize"),
     ],
 )
 def test_what_cannot_be_sanitized(

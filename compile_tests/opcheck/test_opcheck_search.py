@@ -528,7 +528,6 @@ def test_differences_beyond_a_narrow_jump_say_nothing(width: float) -> None:
     ("arguments", "message"),
     [
         (["--search", "5", "--promise", "no_alias"], "argument --only: there is none with --search"),
-        (["--seed", "5"], "argument --seed: it is for --search"),
         (["--search", "none"], "argument --search: expected a positive whole number, got 'none'"),
         (["--search", "5", "--seed", "-1"], "argument --seed: expected a whole number of at least 0, got '-1'"),
     ],
