@@ -50,9 +50,6 @@ def product_tile(
 ):  # fmt: skip
     """Return the tile's products in float32, in rows and columns past the end those of its first ones."""
     rows, cols, ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    # Within a tile too, rows of a matrix that is part of another one may lie 2**31 elements apart.
-    x_stride_m, x_stride_k = tl.cast(x_stride_m, tl.int64), tl.cast(x_stride_k, tl.int64)
-    w_stride_n, w_stride_k = tl.cast(w_stride_n, tl.int64), tl.cast(w_stride_k, tl.int64)
     # Rows and columns past the end read the tile's first ones again: only K needs a mask in the loop.
     x_rows = tl.where(first_row + rows < M, rows, 0)
     w_cols = tl.where(first_col + cols < N, cols, 0)
@@ -89,6 +86,9 @@ def product(
                 left, right = left.to(tl.float32), right.to(tl.float32)
             total = tl.dot(left, right, total)
     else:
+        # Within a tile too, rows of a matrix that is part of another one may lie 2**31 elements apart.
+        a_stride_m, a_stride_k = tl.cast(a_stride_m, tl.int64), tl.cast(a_stride_k, tl.int64)
+        b_stride_n, b_stride_k = tl.cast(b_stride_n, tl.int64), tl.cast(b_stride_k, tl.int64)
         total = product_tile(
             a, b, first_row.to(tl.int64), first_col.to(tl.int64), M, N, K,
             a_stride_m, a_stride_k, b_stride_n, b_stride_k, False, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,

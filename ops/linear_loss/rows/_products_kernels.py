@@ -77,9 +77,8 @@ def add_exponentials(y, reference, m, total, moment, MOMENTS: tl.constexpr, BRAN
         moment = fade * (moment + moved * total) + tl.sum(e * distance, axis=1)
     total = fade * total + tl.sum(e, axis=1)
     is_far = new_base != reference
-    if BRANCHLESS:
-        e *= tl.where(is_far, tl.exp2((new_base - reference) * LOG2E), 1.0)[:, None]
-    elif tl.max(is_far.to(tl.int32), axis=0) > 0:
+    has_far = 1 if BRANCHLESS else tl.max(is_far.to(tl.int32), axis=0)
+    if has_far > 0:
         e *= tl.where(is_far, tl.exp2((new_base - reference) * LOG2E), 1.0)[:, None]
     return e, new_m, total, moment
 
@@ -147,7 +146,8 @@ def logits_kernel(
             out_ptrs = out_ptr + place.to(tl.int64) * K + first_out
         # Most tiles have no column that is left out: comparing them all would take a third of the epilogue.
         is_own = (own >= first_col) & (own < first_col + BLOCK_N)
-        has_others = tl.max((is_own | (limit < first_col + BLOCK_N)).to(tl.int32), axis=0)
+        # LLVM takes minutes for a branch in each of many pieces.
+        has_others = 1 if PIECES > 2 else tl.max((is_own | (limit < first_col + BLOCK_N)).to(tl.int32), axis=0)
         if PIECES == 8:
             pieces = column_eighths(z)
         elif PIECES == 2:
@@ -163,9 +163,7 @@ def logits_kernel(
             cols = col + tl.arange(0, WIDTH)
             y, slope = transformed(pieces[i], bias_ptr, cols, V, inner, outer, softcap, ROUNDED, LOW)
             kept = y
-            if PIECES > 2:  # LLVM takes minutes for a branch in each of many pieces
-                kept = tl.where(is_other(cols, limit, own), y, float("-inf"))
-            elif has_others > 0:
+            if has_others > 0:
                 kept = tl.where(is_other(cols, limit, own), y, float("-inf"))
             if out_ptr is not None:
                 for k in range(most_out):
