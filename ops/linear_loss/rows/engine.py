@@ -187,6 +187,9 @@ class SoftmaxRows:
         """Return what the products of the gradients read, given P with the exponentials or to be made."""
         if exponentials:
             return self.projection.exponentials(chunk, stats, grads, p)
+        if self.has_one_class and isinstance(self.projection, KernelProjection):
+            size = None if p.dtype != torch.float16 else self._power_of_two(grads.masked(classes.counts), stats.rest)
+            return self.projection.made(chunk, stats, grads, size, p)
         grads = grads.masked(classes.counts)
         is_own = torch.zeros_like(classes.counts)
         if self.leaves_out_own:
