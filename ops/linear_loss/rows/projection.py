@@ -196,8 +196,8 @@ class KernelProjection:
         return RowMatrix(p, out[4:6], out[6])
 
     def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
-        own = -stats.rest / stats.scale
-        return own if chunk.slope_own is None else own * chunk.slope_own
+        factor = self.weights.transform.factor
+        return products.exponential_coefficients(stats.values, chunk.own_classes, RowGradients(None), factor)[2]
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
         reference = reference.masked_fill(~chunk.mask, float("inf"))
