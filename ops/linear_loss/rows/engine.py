@@ -88,6 +88,7 @@ class SoftmaxRows:
     _support: Support | None = field(init=False, default=None)
     _all: tuple[Chunk, Classes] | None = field(init=False, default=None)
     _whole_counts: dict[int, Tensor] = field(init=False, default_factory=dict)
+    _ends: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.projection = projection_of(self.x, self.weights, self.shard, self.by_kernels)
@@ -130,14 +131,16 @@ class SoftmaxRows:
         return replace(whole, **tensors)
 
     def _count(self, rows: slice) -> Tensor:
-        """Return the number of some rows that count, as far as the device knows it, int32 `[1]`."""
+        """Return the number of a chunk's rows that count, as far as the device knows it, int32 `[1]`."""
         number, count = rows.stop - rows.start, self.compacted.count
         if count is None:
             if number not in self._whole_counts:
                 self._whole_counts[number] = torch.full((1,), number, dtype=torch.int32, device=self.x.device)
             return self._whole_counts[number]
-        # Segments that are chunks have a number each; of all rows together it is not needed.
-        return count.counts if number > count.segment else count.end(rows)
+        if self._ends is None:
+            self._ends = count.ends(self.plan.chunk_rows)
+        i = rows.start // self.plan.chunk_rows
+        return self._ends[i : i + 1]  # not needed of all rows together
 
     def _prepared(self, rows: slice) -> tuple[Chunk, Classes]:
         is_raw = self.shard is not None  # what other ranks have comes before the transform
