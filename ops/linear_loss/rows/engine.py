@@ -1,8 +1,8 @@
 """The loop over the chunks of a loss over a vocabulary, and its two schedules.
 
 Where a loss is local to a chunk of whole groups, its gradients are made in the forward pass: the statistics of a chunk
-give the rows' results, the objective is a plain function of these, autograd differentiates it, and the chunk's
-exponentials, scaled, are what the products of the gradients read. Three products in all.
+give the rows' results, the objective their gradients, by its formula or by autograd, and the chunk's exponentials,
+scaled, are what the products of the gradients read. Three products in all.
 
 Where it is not, or each row has an incoming gradient of its own, a first pass gives all results and a second one the
 gradients: of exponentials that were kept, or with the logits made once more.
@@ -47,7 +47,7 @@ from llmk.ops.linear_loss.rows.transform import Transform
 
 
 class Objective(Protocol):
-    """A loss of what rows give, which autograd differentiates."""
+    """A loss of what rows give."""
 
     def gradients(self, rows: slice, results: RowResults) -> RowGradients:
         """Return the gradients of the results of some rows, which are whole groups."""
