@@ -72,7 +72,7 @@ wheel: $(call needs,build)
 	$(PY) -m build
 
 # Every promise in plain PyTorch; in the interpreter what only the kernels can break, whose values `test` has looked at.
-# The losses over a vocabulary take minutes each there. `make opcheck` has all operators and promises.
+# The losses over a vocabulary take 20 minutes of a core there. `make opcheck` has all operators and promises.
 BUT_LOSSES = import llmk.ops; from llmk.registry import OPS; print(*(n for n, op in OPS.items() if ".linear_loss." not in op.module))
 
 ci: lint test

@@ -96,6 +96,13 @@ class RowCounts:
             return count
         return (count - first).clamp_(0, rows.stop - rows.start)
 
+    def ends(self, rows: int) -> Tensor:
+        """Return how many count of every so many rows, which are a segment, or a part where there is one segment."""
+        if rows >= self.segment:
+            return self.counts
+        first = torch.arange(0, self.segment, rows, dtype=torch.int32, device=self.counts.device)
+        return (self.counts - first).clamp_(0, rows)
+
     def past(self, rows: int) -> Tensor:
         """Return the mask of the first `rows` rows that do not count."""
         places = torch.arange(self.segment, dtype=torch.int32, device=self.counts.device)

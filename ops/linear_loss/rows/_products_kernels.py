@@ -337,6 +337,68 @@ def coefficients_kernel(
 
 
 @jit
+def gradient_coefficients_kernel(
+    stats_ptr, mask_ptr, own_ptr, y_ptr, slope_ptr, class_weight_ptr, size_ptr, grad_ptr, entropy_grad_ptr,
+    lse_grad_ptr, weighted_grad_ptr, out_ptr, M, stats_stride, grad_stride, factor, FLOAT16: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Compute for rows of one class what `coefficients` of `softmax.py` does, and what is read beside P.
+
+    Out is `[7, M]`: a row's reference, a, b and u, over its size; r, what rounding its own entry loses, and that entry,
+    of which r times is the own class's gradient.
+    """
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = rows < M
+    counts = tl.load(mask_ptr + rows, mask=inside, other=0) != 0
+    reference = tl.load(stats_ptr + rows, mask=counts, other=0.0)
+    rest = tl.load(stats_ptr + stats_stride + rows, mask=counts, other=0.0)
+    own = tl.load(stats_ptr + 2 * stats_stride + rows, mask=counts, other=1.0)
+    moment = tl.load(stats_ptr + 3 * stats_stride + rows, mask=counts, other=0.0)
+    column = tl.load(own_ptr + rows, mask=inside, other=-1)
+    g = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if grad_ptr is not None:
+        g = tl.load(grad_ptr + rows * grad_stride, mask=counts, other=0.0)
+    f = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if lse_grad_ptr is not None:
+        f = tl.load(lse_grad_ptr + rows, mask=counts, other=0.0)
+    total = own + rest
+    p, mean = own / total, moment / total
+    a, b, u = f - g, tl.zeros((BLOCK_M,), dtype=tl.float32), tl.zeros((BLOCK_M,), dtype=tl.float32)
+    entry = g * (rest / total) + p * f
+    if entropy_grad_ptr is not None:
+        h = tl.load(entropy_grad_ptr + rows, mask=counts, other=0.0)
+        distance = tl.load(y_ptr + rows, mask=counts, other=0.0) - reference
+        entry -= h * tl.where(p > 0.0, p * (distance - mean), 0.0)
+        a += h * mean
+        b = -h / total
+    if weighted_grad_ptr is not None:
+        u = tl.load(weighted_grad_ptr + rows, mask=counts, other=0.0)
+        here = counts & (column >= 0)
+        entry += u * tl.load(class_weight_ptr + column, mask=here, other=0.0).to(tl.float32)
+    a = a / total
+    r = tl.zeros((BLOCK_M,), dtype=tl.float32) + tl.cast(factor, tl.float32)
+    slope = r
+    if slope_ptr is not None:
+        slope = tl.load(slope_ptr + rows, mask=counts, other=0.0)
+    if size_ptr is not None:
+        size = tl.load(size_ptr + rows, mask=inside, other=1.0)
+        a, b, u, r = a / size, b / size, u / size, r * size
+    entry *= slope
+    stored = entry / r
+    UNIT: tl.constexpr = 32768.0 if FLOAT16 else 1.0
+    LOW: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
+    rounded = (stored * UNIT).to(LOW).to(tl.float32) / UNIT
+    lost = tl.where(counts & (column >= 0), entry - r * rounded, 0.0)
+    tl.store(out_ptr + rows, tl.where(counts, reference, float("inf")), mask=inside)
+    tl.store(out_ptr + M + rows, a, mask=inside)
+    tl.store(out_ptr + 2 * M + rows, b, mask=inside)
+    tl.store(out_ptr + 3 * M + rows, u, mask=inside)
+    tl.store(out_ptr + 4 * M + rows, tl.where(counts, r, 0.0), mask=inside)
+    tl.store(out_ptr + 5 * M + rows, lost, mask=inside)
+    tl.store(out_ptr + 6 * M + rows, stored, mask=inside)
+
+
+@jit
 def classes_kernel(
     x_ptr, w_ptr, bias_ptr, id_ptr, column_ptr, counts_ptr, y_ptr, slope_ptr, K, V, H, x_stride, w_stride_v,
     w_stride_h, ignore_index, first_class, num_classes, inner, outer, softcap,

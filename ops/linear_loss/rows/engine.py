@@ -1,8 +1,8 @@
 """The loop over the chunks of a loss over a vocabulary, and its two schedules.
 
 Where a loss is local to a chunk of whole groups, its gradients are made in the forward pass: the statistics of a chunk
-give the rows' results, the objective is a plain function of these, autograd differentiates it, and the chunk's
-exponentials, scaled, are what the products of the gradients read. Three products in all.
+give the rows' results, the objective their gradients, by its formula or by autograd, and the chunk's exponentials,
+scaled, are what the products of the gradients read. Three products in all.
 
 Where it is not, or each row has an incoming gradient of its own, a first pass gives all results and a second one the
 gradients: of exponentials that were kept, or with the logits made once more.
@@ -47,7 +47,7 @@ from llmk.ops.linear_loss.rows.transform import Transform
 
 
 class Objective(Protocol):
-    """A loss of what rows give, which autograd differentiates."""
+    """A loss of what rows give."""
 
     def gradients(self, rows: slice, results: RowResults) -> RowGradients:
         """Return the gradients of the results of some rows, which are whole groups."""
@@ -88,6 +88,7 @@ class SoftmaxRows:
     _support: Support | None = field(init=False, default=None)
     _all: tuple[Chunk, Classes] | None = field(init=False, default=None)
     _whole_counts: dict[int, Tensor] = field(init=False, default_factory=dict)
+    _ends: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.projection = projection_of(self.x, self.weights, self.shard, self.by_kernels)
@@ -130,14 +131,16 @@ class SoftmaxRows:
         return replace(whole, **tensors)
 
     def _count(self, rows: slice) -> Tensor:
-        """Return the number of some rows that count, as far as the device knows it, int32 `[1]`."""
+        """Return the number of a chunk's rows that count, as far as the device knows it, int32 `[1]`."""
         number, count = rows.stop - rows.start, self.compacted.count
         if count is None:
             if number not in self._whole_counts:
                 self._whole_counts[number] = torch.full((1,), number, dtype=torch.int32, device=self.x.device)
             return self._whole_counts[number]
-        # Segments that are chunks have a number each; of all rows together it is not needed.
-        return count.counts if number > count.segment else count.end(rows)
+        if self._ends is None:
+            self._ends = count.ends(self.plan.chunk_rows)
+        i = rows.start // self.plan.chunk_rows
+        return self._ends[i : i + 1]  # not needed of all rows together
 
     def _prepared(self, rows: slice) -> tuple[Chunk, Classes]:
         is_raw = self.shard is not None  # what other ranks have comes before the transform
@@ -194,6 +197,9 @@ class SoftmaxRows:
         """Return what the products of the gradients read, given P with the exponentials or to be made."""
         if exponentials:
             return self.projection.exponentials(chunk, stats, grads, p)
+        if self.has_one_class and isinstance(self.projection, KernelProjection):
+            size = None if p.dtype != torch.float16 else self._power_of_two(grads.masked(classes.counts), stats.rest)
+            return self.projection.made(chunk, stats, grads, size, p)
         grads = grads.masked(classes.counts)
         is_own = torch.zeros_like(classes.counts)
         if self.leaves_out_own:

@@ -28,6 +28,7 @@ from llmk.ops.linear_loss.rows._products_kernels import (
     classes_kernel,
     coefficients_kernel,
     combine_kernel,
+    gradient_coefficients_kernel,
     input_gradient_kernel,
     logits_kernel,
     put_entries_kernel,
@@ -35,7 +36,7 @@ from llmk.ops.linear_loss.rows._products_kernels import (
     statistics_kernel,
     weight_gradient_kernel,
 )
-from llmk.ops.linear_loss.rows.softmax import STATISTICS
+from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients
 from llmk.ops.linear_loss.rows.tiles import SHORT, gradient_tile, listed_tile, logits_tile
 from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import cdiv, empty, next_power_of_2, num_programs, wrap_triton
@@ -183,26 +184,49 @@ def row_statistics(sums: Tensor, y_own: Tensor, mask: Tensor) -> tuple[Tensor, T
     return stats, results, flags
 
 
-def exponential_coefficients(
-    stats: Tensor, mask: Tensor, own: Tensor, slope: Tensor | None, grads: tuple[Tensor | None, Tensor | None],
-    factor: float,
-) -> Tensor:  # fmt: skip
+class OwnClasses(NamedTuple):
+    """The one class of each of some rows."""
+
+    mask: Tensor  # bool [M], the rows that count
+    column: Tensor  # int32 [M], negative where it is elsewhere
+    y: Tensor  # float32 [M], its transformed logit
+    slope: Tensor | None  # float32 [M], dy / dz of it; None where that is the factor that all logits have in common
+
+
+def exponential_coefficients(stats: Tensor, own: OwnClasses, grads: RowGradients, factor: float) -> Tensor:
     """Return r, what rounding the own entries loses, and these, `[3, M]`, where exponentials are the gradient.
 
     Args:
         stats: The rows' statistics, `[5, M]`.
-        mask: Mask of the rows that count.
-        own: The columns of their own classes, int32 `[M]`.
-        slope: dy / dz of their own classes, None where it is `factor`.
-        grads: The gradients of log-probabilities and logsumexps, `[M]`, None for zeros.
+        own: The rows' own classes.
+        grads: The gradients of log-probabilities and logsumexps.
         factor: The part of dy / dz that all logits have in common.
     """
-    M = own.shape[0]
-    out = empty((3, M), torch.float32, own.device)
-    grad, lse_grad = grads
+    M = own.column.shape[0]
+    out = empty((3, M), torch.float32, stats.device)
+    grad = None if grads.logprobs is None else grads.logprobs.squeeze(1)
     wrap_triton(coefficients_kernel)[(cdiv(M, 128),)](
-        stats, mask, own, slope, grad, lse_grad, out, M, stats.stride(0), 0 if grad is None else grad.stride(0),
-        factor, LEAST_FACTOR, BLOCK_M=128, num_warps=4,
+        stats, own.mask, own.column, own.slope, grad, grads.logsumexp, out, M, stats.stride(0),
+        0 if grad is None else grad.stride(0), factor, LEAST_FACTOR, BLOCK_M=128, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def gradient_coefficients(
+    stats: Tensor, own: OwnClasses, weights: Weights, grads: RowGradients, size: Tensor | None
+) -> Tensor:
+    """Return numbers `[4, M]` of `Rows` for gradients, r, what rounding the own entries loses, and these: `[7, M]`.
+
+    Each row has one class, and its numbers are over its size, where given.
+    """
+    M = own.column.shape[0]
+    out = empty((7, M), torch.float32, stats.device)
+    grad = None if grads.logprobs is None else grads.logprobs.squeeze(1)
+    others = (None if each is None else each.contiguous() for each in (grads.entropy, grads.logsumexp, grads.weighted))
+    wrap_triton(gradient_coefficients_kernel)[(cdiv(M, 128),)](
+        stats, *own, weights.class_weight, size, grad, *others, out, M, stats.stride(0),
+        0 if grad is None else grad.stride(0), weights.transform.factor,
+        FLOAT16=weights.weight.dtype == torch.float16, BLOCK_M=128, num_warps=4,
     )  # fmt: skip
     return out
 

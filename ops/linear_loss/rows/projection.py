@@ -18,7 +18,7 @@ from torch import Tensor
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard, gather_rows, ordered
 from llmk.ops.linear_loss.rows import products
 from llmk.ops.linear_loss.rows._classes import Classes, Numbering, largest_over_ranks
-from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, Rows, Weights
+from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, OwnClasses, Rows, Weights
 from llmk.ops.linear_loss.rows.softmax import RowGradients, Statistics, relative_to, with_classes
 from llmk.registry import cdiv
 
@@ -40,6 +40,10 @@ class Chunk:
     slope_own: Tensor | None  # float32 [M], dy / dz of it; None where that is the same for all
     left_out: Tensor | None = None  # int32 [M, K], columns that are left out of the sums besides, in their order
     y_left_out: Tensor | None = None  # float32 [M, K], the logits of other classes than the own that are, of all ranks
+
+    @property
+    def own_classes(self) -> OwnClasses:
+        return OwnClasses(self.mask, self.own, self.y_own, self.slope_own)
 
 
 @dataclass(frozen=True)
@@ -181,21 +185,27 @@ class KernelProjection:
         products.launch_logits(Rows(scratch, reference, rows.own, number), weights, p, place=place)
 
     def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
-        factor, own_grad = self.weights.transform.factor, grads.logprobs
-        out = products.exponential_coefficients(
-            stats.values, chunk.mask, chunk.own, chunk.slope_own,
-            (None if own_grad is None else own_grad.squeeze(1), grads.logsumexp), factor,
-        )  # fmt: skip
+        factor = self.weights.transform.factor
+        out = products.exponential_coefficients(stats.values, chunk.own_classes, grads, factor)
         return RowMatrix(p, out[:2], out[2])
 
+    def made(self, chunk: Chunk, stats: Statistics, grads: RowGradients, size: Tensor | None, p: Tensor) -> RowMatrix:
+        """Make the gradient of the logits of a chunk whose rows have one class, over each row's size where given."""
+        out = products.gradient_coefficients(stats.values, chunk.own_classes, self.weights, grads, size)
+        self._make_gradients(chunk, out[:4], grads.weighted is not None, p)
+        return RowMatrix(p, out[4:6], out[6])
+
     def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
-        own = -stats.rest / stats.scale
-        return own if chunk.slope_own is None else own * chunk.slope_own
+        factor = self.weights.transform.factor
+        return products.exponential_coefficients(stats.values, chunk.own_classes, RowGradients(None), factor)[2]
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
         reference = reference.masked_fill(~chunk.mask, float("inf"))
         numbers = torch.stack((reference, a, b, torch.zeros_like(a) if u is None else u))
-        weights = self.weights if u is not None else self.weights._replace(class_weight=None)
+        self._make_gradients(chunk, numbers, u is not None, p)
+
+    def _make_gradients(self, chunk: Chunk, numbers: Tensor, weighted: bool, p: Tensor) -> None:
+        weights = self.weights if weighted else self.weights._replace(class_weight=None)
         rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
         if self.V > 0:
             products.launch_logits(rows, weights, p, gradients=True, left_out=chunk.left_out)
