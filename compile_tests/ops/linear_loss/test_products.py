@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmk.opcheck import check
 from llmk.opcheck.accuracy import unit_in_last_place
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.rows import products
+from llmk.ops.linear_loss.rows._classes import Numbering
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
 from llmk.ops.linear_loss.rows.plan import Plan
 from llmk.ops.linear_loss.rows.products import Rows, Weights
@@ -160,6 +162,26 @@ def is_rounded_once(p: Tensor, exact: Tensor) -> bool:
     """True within half a unit, and what float32 logits and their exponentials are off by."""
     error = (p.double() - exact).abs()
     return bool((error <= 0.505 * unit_in_last_place(exact, p.dtype)).all())
+
+
+@interpreted
+def test_rows_of_a_weight_that_lie_far_apart() -> None:
+    """2**31 elements within one tile, which is read by pointers."""
+    (result,) = check(OPS["linear_topk"], dtypes=[torch.float16], only=["far_rows"])
+    assert result.passed, result.message
+
+
+@interpreted
+def test_ids_in_another_order_of_memory(device: torch.device) -> None:
+    """As a sort returns those of a transposed support."""
+    x, weight, _ = (each.to(device) for each in head(5, torch.bfloat16))
+    ids = torch.arange(35, device=device).view(7, 5).t()
+    weights, numbering = Weights(weight, None, None, Transform()), Numbering(-100, 0, V)
+    found = products.located_classes(x, weights, ids, numbering, Transform())
+    assert torch.equal(found.columns, ids.int())
+    exact = (x.double().unsqueeze(1) * weight.double()[ids]).sum(-1)
+    sizes = (x.double().unsqueeze(1) * weight.double()[ids]).abs().sum(-1)
+    assert ((found.y - exact).abs() <= H * 2**-24 * sizes).all()  # each of H terms may be rounded once
 
 
 @interpreted
