@@ -14,6 +14,7 @@ from llmk.ops.linear_loss.rows.plan import (
     memory,
     plan,
 )
+from llmk.ops.linear_loss.rows.tiles import GRADIENT_TILES, gradient_cost
 from llmk.registry import cdiv
 
 SHAPES = [
@@ -36,6 +37,19 @@ def test_a_plan_is_whole_tiles_and_rounds_few_sums(shape: tuple[int, int, int], 
     assert found.rounded_sums == (dtype != torch.float16 and chunks <= ROUNDED_CHUNKS)
     in_one = chosen(*shape, dtype=dtype, chunk_size=cdiv(shape[0], ROW_MULTIPLE) * ROW_MULTIPLE)
     assert memory(*shape, dtype, found) <= memory(*shape, dtype, in_one)
+
+
+def test_a_gradient_that_leaves_multiprocessors_idle_costs_more() -> None:
+    largest = next(iter(GRADIENT_TILES))
+    whole = 132 * largest.rows, largest.columns
+    assert gradient_cost(*whole, 132) == 1.0
+    assert gradient_cost(whole[0] + largest.rows, whole[1], 132) > 1.1  # a second wave for one tile more
+    assert 1.0 < gradient_cost(66 * largest.rows, largest.columns, 132) < 1.2  # two smaller tiles for each
+
+
+def test_chunks_fill_waves_of_tiles() -> None:
+    """896 features are four tiles: 4096 rows fill 128 of 132 multiprocessors, and 2816 only 88."""
+    assert chosen(16384, 896, 151936).chunk_rows == 4096
 
 
 def test_a_plan_keeps_to_what_is_given() -> None:
