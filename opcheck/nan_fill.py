@@ -1,12 +1,13 @@
 """Fills new memory with NaN, and integers with their largest value, so that what was never written shows."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from llmk.opcheck.calls import incoming_gradients
 from llmk.opcheck.inputs import MEMORY, BrokenPromise, Outcome
@@ -34,15 +35,32 @@ def nan_filled() -> Iterator[None]:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
-class ZeroFilled(TorchFunctionMode):
-    """Fills what Python allocates in eager mode with 0."""
+@contextlib.contextmanager
+def zero_filled() -> Iterator[None]:
+    """Fill what Python allocates with 0, inside of operators as well, where a mode of PyTorch's does not reach."""
+    with contextlib.ExitStack() as stack:
+        for owner, name in _ALLOCATIONS:
+            stack.enter_context(mock.patch.object(owner, name, _zeroing(getattr(owner, name))))
+        yield
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result.zero_() if getattr(func, "__name__", "") in _ALLOCATIONS else result
+
+_ALLOCATIONS = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (Tensor, "new_empty"),
+    (Tensor, "new_empty_strided"),
+)
 
 
-_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+def _zeroing(allocate: Any) -> Any:
+    @functools.wraps(allocate)
+    def zeroed(*args: Any, **kwargs: Any) -> Tensor:
+        result = allocate(*args, **kwargs)
+        with torch.no_grad():
+            return result.zero_()
+
+    return zeroed
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ from llmk.opcheck.kernel_promises import (
     long_offsets,
     no_float_atomics,
 )
-from llmk.opcheck.nan_fill import ZeroFilled, nan_filled, require_all_written
+from llmk.opcheck.nan_fill import nan_filled, require_all_written, zero_filled
 from llmk.opcheck.reference import Change
 from llmk.opcheck.refusal_promises import refuses_transforms, second_derivatives
 from llmk.opcheck.row_promises import batch_invariant
@@ -267,11 +267,11 @@ def every_element_written(op: Op, samples: Sequence[Sample]) -> None:
         with nan_filled():
             outcome = call(op, sample)
 
-        def zero_filled(sample: Sample = sample) -> Outcome:
-            with ZeroFilled():
+        def again(sample: Sample = sample) -> Outcome:
+            with zero_filled():
                 return call(op, sample)
 
-        require_all_written(op, sample, outcome, zero_filled)
+        require_all_written(op, sample, outcome, again)
 
 
 PROMISES: tuple[Promise, ...] = (

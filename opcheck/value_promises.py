@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llmk.opcheck.calls import call, few_kinds, first_line, one_of_each, require_no_gross_error, resized
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, as_list, note, rebound
+from llmk.opcheck.nan_fill import nan_filled
 from llmk.opcheck.reference import REFUSALS, reference_for
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
@@ -158,13 +159,15 @@ def _change_in_place(x: Tensor, generator: torch.Generator) -> None:
 
 def other_sizes(op: Op, samples: Sequence[Sample]) -> str:
     """2: rows of length 1 and 2 and past every block, and as many rows; of other operators than llmk's, whose samples
-    have them. A size that the operator refuses is noted.
+    have them. A size that the operator refuses is noted. New memory holds NaN, so that no row's result of the call
+    before stands in for one that is not written.
     """
     if op.is_own:
         raise NothingToCheck
     note = ""
     for sample in (*_of_other_widths(op, one_of_each(op, samples)[:1]), *resized(op, samples, ROWS)):
-        outcome = _taken(op, sample)
+        with nan_filled():
+            outcome = _taken(op, sample)
         if isinstance(outcome, str):
             note = note or outcome
         elif outcome is not None:

@@ -1,6 +1,6 @@
 """x * x by kernels of one's own, each broken in one way."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -53,10 +53,19 @@ def short_offset_in_a_loop_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.conste
 @triton.jit
 def short_rows_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
     """One program: its rows are no program's number, but their offsets have 32 bits all the same."""
-    rows, cols = tl.arange(0, 64)[:, None], tl.arange(0, BLOCK)[None, :]
+    rows, cols = tl.arange(0, 2048)[:, None], tl.arange(0, BLOCK)[None, :]
     mask = (rows < M) & (cols < N)
     x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0)
     tl.store(y_ptr + rows.to(tl.int64) * N + cols, x * x, mask=mask)
+
+
+@triton.jit
+def first_rows_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    """One program of 64 rows: those past them are not written, and the samples have 4."""
+    rows, cols = tl.arange(0, 64).to(tl.int64)[:, None], tl.arange(0, BLOCK)[None, :]
+    mask = (rows < M) & (cols < N)
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0)
+    tl.store(y_ptr + rows * N + cols, x * x, mask=mask)
 
 
 @triton.jit
@@ -134,10 +143,11 @@ def _rows(tensor: Tensor) -> tuple[Tensor, tuple[int, int]]:
     return tensor, (tensor.shape[0], tensor.shape[1])
 
 
-def _launch(kernel: Any, x: Tensor, allocate: Callable[..., Tensor] = torch.empty) -> Tensor:
+def _launch(kernel: Any, x: Tensor, zeroed: bool = False) -> Tensor:
     rows, (M, N) = _rows(x)
+    allocate = torch.zeros if zeroed else torch.empty
     y = allocate((M, N), dtype=x.dtype, device=x.device)
-    programs = 1 if kernel is short_rows_kernel else min(M, 3) if "loop" in kernel.__name__ else M
+    programs = 1 if kernel in (short_rows_kernel, first_rows_kernel) else min(M, 3) if "loop" in kernel.__name__ else M
     if y.numel():
         kernel[(programs,)](rows, y, M, N, rows.stride(0), BLOCK=triton.next_power_of_2(N))
     return y
@@ -154,10 +164,10 @@ def _resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
 def square_by(kernel: Any) -> Op:
     """x * x as an operator whose forward pass is the kernel."""
     name = f"square_by_{kernel.__name__}"
-    allocate = torch.zeros if kernel is float_atomic_kernel else torch.empty
+    zeroed = kernel is float_atomic_kernel
     op = torch.library.custom_op(
         f"llmk_test::{name}",
-        lambda input: _launch(kernel, input, allocate),
+        lambda input: _launch(kernel, input, zeroed),
         mutates_args=(),
         schema="(Tensor input) -> Tensor",
     )
@@ -186,6 +196,7 @@ BROKEN_KERNELS = [
     (short_offset_in_a_loop_kernel, "long_offsets", "an offset of y_ptr is a program's number times an argument"),
     (turns_by_data_kernel, "every_kernel_ends", "has no bound: expected a comparison of a counter"),
     (unwritten_tail_kernel, "every_element_written", "output 0: 20 element(s) never written"),
+    (first_rows_kernel, "other_sizes", "the first of 19220 wrong elements, [64, 0], is nan"),
     (short_rows_kernel, "far_rows", "an offset of 32 bits wraps"),
 ]
 """Each with the promise that names its fault first, and words of how it does."""
