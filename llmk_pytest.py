@@ -49,7 +49,7 @@ class _Operators(pytest.File):
     def collect(self) -> Iterator[pytest.Item]:
         import torch
 
-        from llmk.opcheck.loading import NotLoaded, find_ops
+        from llmk.opcheck.foreign.loading import NotLoaded, find_ops
         from llmk.opcheck.runner import promises_asked
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,7 +76,7 @@ class _Promise(pytest.Item):
         self.call, self.promise = call, promise
 
     def runtest(self) -> None:
-        from llmk.opcheck.causes import causes
+        from llmk.opcheck.report.causes import causes
 
         results = [result for result in self._results() if result.promise in (self.promise, "runs")]
         broken = causes(results)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from benchmarks.peers import Installed
 from benchmarks.products import PRODUCTS
+from llmk.accuracy.neighbours import copy_with_layout
 from llmk.bench.timing import first_line
 from llmk.bench.ways import Way, incoming_gradients, own_ways, wanted, ways_of
-from llmk.opcheck.calls import as_list, copy_with_layout, prepare
+from llmk.opcheck.calls import as_list, prepare
 from llmk.registry import Op, Sample
 
 MAX_ERROR = 2e-2  # relative L2 error of bfloat16 results beside float32: what is above is another function

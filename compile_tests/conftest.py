@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "breadth: one more of a kind that is tested; `--breadth` runs it")
     if INTERPRET:
         _refuse_masks_of_numbers()
-        from llmk.opcheck.interpreter import interpreter, patching_once
+        from llmk.opcheck.interpreted.interpreter import interpreter, patching_once
 
         interpreter._patch_lang = patching_once(interpreter._patch_lang)
 

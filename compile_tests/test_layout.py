@@ -119,6 +119,13 @@ def test_operators_import_patterns_and_nothing_else_of_the_backend() -> None:
         assert not any(name.startswith("llmk.ops") for name in run_time_imports(path)), path
 
 
+def test_only_programs_import_the_checker() -> None:
+    """What runs in a model, and the rule of accuracy that its trials apply, imports none of opcheck."""
+    programs = {ROOT / "llmk" / "__main__.py", *sources("llmk/bench")}
+    for path in {*sources("llmk", "ops", "registry")} - programs:
+        assert not any(name.startswith("llmk.opcheck") for name in run_time_imports(path)), path
+
+
 def is_operator(path: Path) -> bool:
     return any(
         isinstance(node, ast.FunctionDef) and any("public_op" in ast.unparse(call) for call in node.decorator_list)

@@ -24,7 +24,7 @@ from usual_causes import USUAL_CAUSES
 from version_page import version_table
 
 import llmk
-from llmk.opcheck.promises import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
+from llmk.opcheck.promises.table import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
 from llmk.registry import OPS, Op
 
 

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from llmk.opcheck.page import page
+from llmk.opcheck.report.page import page
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # benchmarks/ is not installed

@@ -17,20 +17,20 @@ from typing import NoReturn
 
 import torch
 
-from llmk.opcheck.adapters import adapted
-from llmk.opcheck.baseline import Accepted, accept, read_baseline, unused
-from llmk.opcheck.causes import causes
-from llmk.opcheck.comparison import HeldAgainst
-from llmk.opcheck.journal import Journal
-from llmk.opcheck.loading import NotLoaded, find_ops, named
+from llmk.opcheck.foreign.adapters import adapted
+from llmk.opcheck.foreign.comparison import HeldAgainst
+from llmk.opcheck.foreign.loading import NotLoaded, find_ops, named
+from llmk.opcheck.foreign.signatures import Unrecorded
 from llmk.opcheck.processes import Unit, check_in_processes
-from llmk.opcheck.reports import Place, annotations, notes, table, write_reports
+from llmk.opcheck.promises.values import FRESH
+from llmk.opcheck.report.baseline import Accepted, accept, read_baseline, unused
+from llmk.opcheck.report.causes import causes
+from llmk.opcheck.report.journal import Journal
+from llmk.opcheck.report.reports import Place, annotations, notes, table, write_reports
 from llmk.opcheck.runner import Result, RunningCheck, checks, path_taken, promise_named
 from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer, sanitize_in_processes
-from llmk.opcheck.search import searches
+from llmk.opcheck.search.search import searches
 from llmk.opcheck.settings import words_of_table
-from llmk.opcheck.signatures import Unrecorded
-from llmk.opcheck.value_promises import FRESH
 from llmk.registry import OPS, Op
 from llmk.registry.devices import INTERPRET
 

@@ -72,7 +72,7 @@ def interprets_bfloat16(op: Op, sample: Sample) -> bool:
     """Return True if a call launches a kernel in Triton's interpreter on bfloat16, whose sums are those of its bits."""
     if not INTERPRET or float_dtype(op, sample) != torch.bfloat16:
         return False
-    from llmk.opcheck.interpreter import watched  # it needs numpy
+    from llmk.opcheck.interpreted.interpreter import watched  # it needs numpy
 
     with watched() as watch, contextlib.suppress(Exception):
         call(op, sample, ())

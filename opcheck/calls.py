@@ -10,17 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.accuracy import ROUNDINGS, Violation, accuracy_violation, rounded_once, unit_of
-from llmk.opcheck.inputs import (
-    BrokenPromise,
-    Outcome,
-    as_list,
-    comparable,
-    copy_with_layout,
-    differentiable_inputs,
-    prepare,
-    same_bits,
-)
+from llmk.accuracy.neighbours import copy_with_layout
+from llmk.accuracy.rule import ROUNDINGS, Violation, accuracy_violation, rounded_once, unit_of
+from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, comparable, differentiable_inputs, prepare, same_bits
 from llmk.opcheck.reference import DRAWS, MORE_DRAWS, Reference, reference_for
 from llmk.registry import RULE, Op, Sample, Tolerance
 from llmk.registry.devices import INTERPRET

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.accuracy.neighbours import copy_with_layout
 from llmk.registry import Op, Sample
 
 MEMORY = "memory"
@@ -95,17 +96,6 @@ def note(sample: Sample) -> None:
 
 
 @contextlib.contextmanager
-def with_default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Another default dtype inside, the caller's again after."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
 def with_default_device(device: str) -> Iterator[None]:
     """Another default device inside, none after."""
     torch.set_default_device(device)
@@ -113,12 +103,6 @@ def with_default_device(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
-
-
-def copy_with_layout(tensor: Tensor) -> Tensor:
-    """A copy with its own memory and the same strides and offset, gaps and overlaps included."""
-    storage = tensor.untyped_storage().clone()
-    return tensor.detach().new_empty(0).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def spread(tensor: Tensor) -> Tensor:

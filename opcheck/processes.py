@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from llmk.opcheck.journal import Journal
+from llmk.opcheck.report.journal import Journal
 from llmk.opcheck.runner import Result, RunningCheck
 
 

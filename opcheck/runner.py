@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
-from llmk.opcheck.adapters import adapted, registered, returns_alias
 from llmk.opcheck.availability import BFLOAT16, interprets_bfloat16, what_else_runs_it
-from llmk.opcheck.comparison import HeldAgainst, costs_beside, resolved
+from llmk.opcheck.foreign.adapters import adapted, registered, returns_alias
+from llmk.opcheck.foreign.comparison import HeldAgainst, costs_beside, resolved
+from llmk.opcheck.foreign.samples import GivenSamples, samples_from
+from llmk.opcheck.foreign.signatures import Unrecorded, completed, record_of
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
-from llmk.opcheck.promises import (
+from llmk.opcheck.promises.settings import remember_state, restore_state
+from llmk.opcheck.promises.table import (
     ASKED_ON_A_GPU,
     ASKED_PROMISES,
     COMPILED,
@@ -26,9 +29,6 @@ from llmk.opcheck.promises import (
     PROMISES,
     Promise,
 )
-from llmk.opcheck.samples import GivenSamples, samples_from
-from llmk.opcheck.setting_promises import remember_state, restore_state
-from llmk.opcheck.signatures import Unrecorded, completed, record_of
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
 from llmk.registry.private.compilers import triton_ops_as_nodes
@@ -349,7 +349,7 @@ def _around(op: Op, device: torch.device) -> Iterator[None]:
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if INTERPRET:
-            from llmk.opcheck.interpreter import watched
+            from llmk.opcheck.interpreted.interpreter import watched
 
             around.enter_context(watched())
         if device.type == "cpu" and not op.is_own:

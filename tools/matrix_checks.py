@@ -138,7 +138,7 @@ def mixture() -> None:
 
 def _train_patched(original: Any, kinds: Sequence[str]) -> None:
     """Loss and gradients of a model patched with the kinds named, as the unpatched one's; compiled in one graph."""
-    from llmk.opcheck.accuracy import accuracy_violation
+    from llmk.accuracy.rule import accuracy_violation
     from llmk.transformers import patch
 
     patched = copy.deepcopy(original)

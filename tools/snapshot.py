@@ -24,7 +24,7 @@ import llmk.losses
 import llmk.nn
 from compile_tests.helpers.loss_calls import LOSSES, given
 from llmk.opcheck.calls import call
-from llmk.opcheck.promises import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
+from llmk.opcheck.promises.table import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
 from llmk.registry import OPS, Op
 from llmk.registry.private.operators import schema_of
 

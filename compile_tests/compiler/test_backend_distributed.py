@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from compile_tests.helpers.backend_checks import THROUGH_AUTOGRAD, require_right, rewriting
 from compile_tests.helpers.plain_models import Llama, S, V
 from compile_tests.helpers.sharding_checks import in_processes
+from llmk.accuracy.neighbours import Change
 from llmk.compiler import Report
-from llmk.opcheck.reference import Change
 
 
 def replicated(model: Llama, report: Report) -> nn.Module:

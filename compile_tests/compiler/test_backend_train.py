@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from compile_tests.helpers.backend_checks import require_right, rewritten
+from llmk.accuracy.neighbours import Change, copy_with_layout
 from llmk.compiler import Report
-from llmk.opcheck.inputs import copy_with_layout
-from llmk.opcheck.reference import Change
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 

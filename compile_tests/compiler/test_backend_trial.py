@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from compile_tests.helpers.backend_checks import require_same, rewriting
 from compile_tests.helpers.backend_compare import require_unchanged, with_backend
 from compile_tests.helpers.planted_rules import planted, reasons
+from llmk.accuracy.neighbours import with_default_dtype
 from llmk.compiler import Report, backend, replace, report, trials
 from llmk.compiler.patterns import Arg, Call, Cast, GraphBuilder, KeywordArg, RewritePattern
 from llmk.compiler.rules import RewriteRule
-from llmk.opcheck.inputs import with_default_dtype
 from llmk.registry.private import compilers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compile_tests.helpers.backend_checks import require_same, results
 from compile_tests.helpers.scripts import run_script
-from llmk.opcheck.reference import to_float64
+from llmk.accuracy.neighbours import to_float64
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the example runs without interpreter"

@@ -11,12 +11,11 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
+from llmk.accuracy.neighbours import NEIGHBOURS, Change, copy_with_layout, nudged, to_float64
+from llmk.accuracy.rule import accuracy_violation
 from llmk.compiler import Report, sums
 from llmk.compiler.backend import Backend
 from llmk.compiler.rules import chosen
-from llmk.opcheck.accuracy import accuracy_violation
-from llmk.opcheck.inputs import copy_with_layout
-from llmk.opcheck.reference import NEIGHBOURS, Change, nudged, to_float64
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 

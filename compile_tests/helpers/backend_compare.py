@@ -16,10 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_tests.helpers.backend_checks import THROUGH_AUTOGRAD, Compiler, rewriting
+from llmk.accuracy.neighbours import NEIGHBOURS, Change, copy_with_layout, nudged
+from llmk.accuracy.rule import accuracy_violation
 from llmk.compiler import Report
-from llmk.opcheck.accuracy import accuracy_violation
-from llmk.opcheck.inputs import copy_with_layout
-from llmk.opcheck.reference import NEIGHBOURS, Change, nudged
 
 Way = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a function that runs in some way, such as compiled, of one that runs eagerly."""

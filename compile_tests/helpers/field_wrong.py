@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.library import custom_op, triton_op, wrap_triton
 
 from compile_tests.helpers.strangers import record
-from llmk.opcheck.causes import Cause
+from llmk.opcheck.report.causes import Cause
 from llmk.registry import Op, Sample
 
 

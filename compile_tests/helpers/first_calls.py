@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import llmk
+from llmk.accuracy.neighbours import copy_with_layout
 from llmk.opcheck.calls import call
-from llmk.opcheck.inputs import as_list, copy_with_layout, differentiable_inputs, prepare
+from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare
 from llmk.registry import OPS, Op, Sample
 
 Call = Callable[[], list[Tensor]]

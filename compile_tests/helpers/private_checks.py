@@ -71,7 +71,7 @@ def works_without(names: Sequence[str]) -> None:
     sys.meta_path.insert(0, _Renaming(names))
 
     from llmk.opcheck.calls import call, require_accurate
-    from llmk.opcheck.promises import compiled_samples, refuses_transforms, same_on_short_path
+    from llmk.opcheck.promises.table import compiled_samples, refuses_transforms, same_on_short_path
     from llmk.registry import OPS
     from llmk.registry.private import modules
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from compile_tests.helpers.loss_references import batch
 from llmk import losses
 from llmk.functional import linear_logprobs
-from llmk.opcheck.row_promises import products_by_row
+from llmk.opcheck.promises.rows import products_by_row
 from llmk.registry.devices import INTERPRET
 
 pytestmark = pytest.mark.kernels

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compile_tests.helpers.loss_references import LossOp, batch, loss_op, token_scores
 from llmk import losses
-from llmk.opcheck.accuracy import accuracy_violation
+from llmk.accuracy.rule import accuracy_violation
 from llmk.opcheck.calls import call, require_accurate
 from llmk.registry import Sample
 

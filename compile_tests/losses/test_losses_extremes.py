@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from compile_tests.helpers.loss_references import F_PRIMES, OF_A_PAIR, orpo_of, smoothed
-from llmk.opcheck.accuracy import ROUNDINGS, unit_in_last_place
-from llmk.opcheck.reference import FAR, NEIGHBOURS, nudged, to_float64
+from llmk.accuracy.neighbours import FAR, NEIGHBOURS, nudged, to_float64
+from llmk.accuracy.rule import ROUNDINGS, unit_in_last_place
 from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
 from llmk.ops.linear_loss.objectives.policy import LOSSES as POLICY_LOSSES
 from llmk.ops.linear_loss.objectives.preference import F_DIVERGENCES, LOSSES, LossOptions

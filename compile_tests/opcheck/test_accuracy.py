@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmk.accuracy.rule import rounded_once
 from llmk.opcheck import accuracy_violation
-from llmk.opcheck.accuracy import rounded_once
 from llmk.opcheck.calls import BrokenPromise, call, incoming_gradients, require_accurate
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
@@ -272,7 +272,7 @@ def test_what_is_no_normal_number_of_float32_may_be_0_in_kernels(
     exact = torch.full((3, 5), lost, dtype=torch.float64, device="cpu")
     zeros, bound = torch.zeros_like(exact, dtype=dtype), 1e-7 * exact
     for in_kernels in (False, True):
-        monkeypatch.setattr("llmk.opcheck.accuracy.INTERPRET", in_kernels)
+        monkeypatch.setattr("llmk.accuracy.rule.INTERPRET", in_kernels)
         assert rounded_once(zeros, exact) == (right and in_kernels)
         found = accuracy_violation(zeros, exact.to(dtype), exact, error_bound=bound)
         assert (found is None) == (right and in_kernels), found

@@ -15,10 +15,10 @@ from compile_tests.helpers.mutants_kernels import BROKEN_KERNELS
 from compile_tests.helpers.mutants_rows import BROKEN_ROWS
 from llmk.opcheck import check
 from llmk.opcheck.calls import call
-from llmk.opcheck.compile_promises import compiled_samples
-from llmk.opcheck.gradient_promises import require_finite
 from llmk.opcheck.inputs import BrokenPromise, watched_by
-from llmk.opcheck.promises import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
+from llmk.opcheck.promises.compiled import compiled_samples
+from llmk.opcheck.promises.gradients import require_finite
+from llmk.opcheck.promises.table import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
 from llmk.registry import OPS, Sample
 
 NAMES = [promise.__name__ for promise in PROMISES]

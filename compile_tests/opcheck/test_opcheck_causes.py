@@ -9,9 +9,9 @@ from torch import Tensor
 from compile_tests.helpers.mutants import record, square
 from compile_tests.helpers.report_pages import Outline, report
 from llmk.opcheck import check
-from llmk.opcheck.causes import causes
 from llmk.opcheck.inputs import MEMORY
-from llmk.opcheck.page import page
+from llmk.opcheck.report.causes import causes
+from llmk.opcheck.report.page import page
 from llmk.opcheck.runner import Result
 from llmk.registry import Sample
 

@@ -8,8 +8,8 @@ import torch
 from compile_tests.helpers import field_cheats, field_wrong
 from compile_tests.helpers.field_right import IN_TRITON, RIGHT
 from llmk.opcheck import check
-from llmk.opcheck.causes import causes
-from llmk.opcheck.reports import notes
+from llmk.opcheck.report.causes import causes
+from llmk.opcheck.report.reports import notes
 from llmk.registry.devices import INTERPRET
 
 CPU = torch.device("cpu")

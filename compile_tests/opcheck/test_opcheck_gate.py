@@ -14,7 +14,7 @@ from compile_tests.helpers.own_op import OWN_OP
 from llmk.opcheck import __main__ as command
 from llmk.opcheck import assert_passes, check
 from llmk.opcheck.__main__ import main, parse
-from llmk.opcheck.reports import annotations, junit, notes
+from llmk.opcheck.report.reports import annotations, junit, notes
 from llmk.opcheck.runner import Result, promises_asked, promises_for
 from llmk.registry import Op, Sample
 

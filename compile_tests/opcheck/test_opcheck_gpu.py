@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from compile_tests.helpers.mutants_gpu import BROKEN_ON_A_GPU
-from llmk.opcheck import check, gpu_promises
-from llmk.opcheck.gpu_promises import counted_replays, late, require_captured, reversed_rows
+from llmk.opcheck import check
 from llmk.opcheck.inputs import BrokenPromise
-from llmk.opcheck.promises import GPU_PROMISES
+from llmk.opcheck.promises import gpu as gpu_promises
+from llmk.opcheck.promises.gpu import counted_replays, late, require_captured, reversed_rows
+from llmk.opcheck.promises.table import GPU_PROMISES
 from llmk.registry import Sample
 
 

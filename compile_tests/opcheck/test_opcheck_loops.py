@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from llmk.opcheck.loops import kernels_of, loop_is_bounded
+from llmk.opcheck.interpreted.loops import kernels_of, loop_is_bounded
 from llmk.registry import OPS
 
 BOUNDED = [

@@ -10,8 +10,8 @@ from compile_tests.helpers.mutants import square
 from compile_tests.helpers.report_pages import Outline, report, result
 from llmk.opcheck import __main__ as command
 from llmk.opcheck import check
-from llmk.opcheck.page import page, promises_in, verdict_of_all
-from llmk.opcheck.promises import PROMISES
+from llmk.opcheck.promises.table import PROMISES
+from llmk.opcheck.report.page import page, promises_in, verdict_of_all
 
 
 def test_every_element_is_closed_and_nothing_comes_from_elsewhere() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from compile_tests.helpers.mutants import record
 from compile_tests.helpers.mutants_rows import BROKEN_ROWS, Block, row_sums_by, sound
 from llmk.opcheck import check
-from llmk.opcheck.row_promises import IndependentRows, independent_rows, owed, products_by_row, samples_with_rows
+from llmk.opcheck.promises.rows import IndependentRows, independent_rows, owed, products_by_row, samples_with_rows
 from llmk.opcheck.runner import promises_for
 from llmk.ops.linear_loss.rows.projection import MatrixProjection
 from llmk.registry import OPS, Op, Sample

@@ -15,18 +15,19 @@ from compile_tests.helpers.aot import TARGETS, compile_for, launches
 from compile_tests.helpers.mutants import record
 from compile_tests.helpers.mutants_search import MUTANTS, SharedFormula, elementwise, mutant
 from compile_tests.helpers.own_op import OWN_OP
+from llmk.accuracy.neighbours import nudged
 from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
-from llmk.opcheck.adapters import adapted
 from llmk.opcheck.calls import call, incoming_gradients
-from llmk.opcheck.cases import Case, Cases, large_gradients, unit_gradients
-from llmk.opcheck.decisions import at_decisions
-from llmk.opcheck.derivatives import derivative_violation
+from llmk.opcheck.foreign.adapters import adapted
 from llmk.opcheck.inputs import rebound
-from llmk.opcheck.judge import judge, nudged_together, refused_on_cpu
-from llmk.opcheck.reference import nudged, reference_for
-from llmk.opcheck.search import search
-from llmk.opcheck.shrink import snippet
+from llmk.opcheck.reference import reference_for
+from llmk.opcheck.search.cases import Case, Cases, large_gradients, unit_gradients
+from llmk.opcheck.search.decisions import at_decisions
+from llmk.opcheck.search.derivatives import derivative_violation
+from llmk.opcheck.search.judge import judge, nudged_together, refused_on_cpu
+from llmk.opcheck.search.search import search
+from llmk.opcheck.search.shrink import snippet
 from llmk.registry import OPS, Op, Sample
 from llmk.registry.devices import INTERPRET
 
@@ -39,7 +40,7 @@ def tensors(op: Op, sample: Sample) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_that_no_sample_shows_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmk.opcheck.judge.PATIENCE", 0.3)
+    monkeypatch.setattr("llmk.opcheck.search.judge.PATIENCE", 0.3)
     kind, make = MUTANTS[name]
     op = make(name)
     assert [result.passed for result in check(op, promises=["values_and_gradients"])] == [True]
@@ -345,7 +346,7 @@ def test_an_entropy_may_lose_what_is_no_normal_number(
     lost: float, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One class of 1e-39, which is 9e-38 of an entropy of as much; a larger one that is lost is a fault."""
-    monkeypatch.setattr("llmk.opcheck.judge.INTERPRET", True)
+    monkeypatch.setattr("llmk.opcheck.search.judge.INTERPRET", True)
 
     def entropy(input: Tensor, least: float = 0.0) -> Tensor:
         logs = input.log_softmax(-1)
@@ -369,7 +370,7 @@ def test_a_decision_between_subnormal_numbers_is_not_judged(
         p = input.float().softmax(-1)
         return torch.where(p < 1e-30, 0.0, p)
 
-    monkeypatch.setattr("llmk.opcheck.judge.INTERPRET", True)
+    monkeypatch.setattr("llmk.opcheck.search.judge.INTERPRET", True)
     monkeypatch.setattr("llmk.ops.experts.router_topk._scores_cpu", scores)
     options = {"dtype": torch.float32, "device": CPU}
     sample = Sample((torch.tensor([logits], **options), 3), {"bias": torch.zeros(3, **options)})
@@ -458,7 +459,7 @@ def test_roundings_that_differ_among_equal_numbers_are_no_decision() -> None:
 @pytest.mark.parametrize("name", ["add", "softmax"])
 def test_the_interpreter_gets_no_subnormal_bfloat16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its conversions make other numbers of them."""
-    monkeypatch.setattr("llmk.opcheck.regimes.INTERPRET", True)
+    monkeypatch.setattr("llmk.opcheck.search.regimes.INTERPRET", True)
     cases, tiny = Cases(OPS[name], CPU, torch.bfloat16), torch.finfo(torch.bfloat16).tiny
     drawn = [cases[seed] for seed in range(400)]
     drawn += [case for seed in (4, 12, 20, 28) for case in at_decisions(cases, cases[seed], time.monotonic() + 20)]
@@ -478,14 +479,14 @@ def test_a_result_that_the_interpreter_cannot_write_is_no_fault() -> None:
 @pytest.mark.kernels
 @pytest.mark.skipif(not INTERPRET, reason="it is the interpreter that is slow")
 def test_a_slow_call_in_the_interpreter_is_not_held_endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmk.opcheck.judge.PATIENCE", 1e-3)
+    monkeypatch.setattr("llmk.opcheck.search.judge.PATIENCE", 1e-3)
     assert judged("softmax", torch.float32, [[0.0, 1.0]]) is None
 
 
 @pytest.mark.skipif(INTERPRET, reason="it compiles, and a call in the interpreter has no limit")
 def test_a_call_that_compiles_is_not_held_endless(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel for another GPU, compiled anew in each call and in more time than a call may take."""
-    monkeypatch.setattr("llmk.opcheck.judge.PATIENCE", 0.05)
+    monkeypatch.setattr("llmk.opcheck.search.judge.PATIENCE", 0.05)
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
     launch = launches(OPS["softmax"], torch.float32, workloads=False)[0]
     took: list[float] = []

@@ -13,8 +13,8 @@ from compile_tests.helpers import strangers
 from llmk.opcheck import __main__ as command
 from llmk.opcheck import assert_passes, check
 from llmk.opcheck.__main__ import main
-from llmk.opcheck.causes import causes
-from llmk.opcheck.reports import notes
+from llmk.opcheck.report.causes import causes
+from llmk.opcheck.report.reports import notes
 from llmk.opcheck.runner import Result
 from llmk.registry import Op
 

@@ -16,11 +16,11 @@ from compile_tests.helpers import strangers
 from compile_tests.helpers.pages import ROOT, blocks
 from compile_tests.helpers.strangers_wrong import IN_PYTORCH, IN_TRITON
 from llmk.opcheck import check
-from llmk.opcheck.adapters import adapted
 from llmk.opcheck.calls import call
-from llmk.opcheck.causes import causes
-from llmk.opcheck.promises import HABITS
-from llmk.opcheck.reports import notes
+from llmk.opcheck.foreign.adapters import adapted
+from llmk.opcheck.promises.table import HABITS
+from llmk.opcheck.report.causes import causes
+from llmk.opcheck.report.reports import notes
 from llmk.opcheck.runner import Result
 from llmk.registry import OPS, Op, Sample
 from llmk.registry.devices import INTERPRET

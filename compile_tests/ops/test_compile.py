@@ -12,8 +12,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmk.opcheck.adapters import adapted
 from llmk.opcheck.calls import as_list, call, differentiable_inputs, prepare
+from llmk.opcheck.foreign.adapters import adapted
 from llmk.registry import OPS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmk.opcheck.accuracy import accuracy_violation
-from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare, with_default_dtype
-from llmk.opcheck.reference import to_float64
+from llmk.accuracy.neighbours import to_float64, with_default_dtype
+from llmk.accuracy.rule import accuracy_violation
+from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare
 from llmk.registry import OPS, KernelOp, Op, Sample, no_gradient, replicate_only, set_short_path_enabled
 from llmk.registry.private.tensors import FakeTensorMode
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmk.accuracy.neighbours import with_default_dtype
 from llmk.opcheck.calls import call
-from llmk.opcheck.inputs import same_results, with_default_dtype
+from llmk.opcheck.inputs import same_results
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
 

@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 from compile_tests.helpers.backend_checks import require_right  # noqa: E402
 from compile_tests.helpers.families import small_model, tokens  # noqa: E402
-from llmk.opcheck.reference import Change  # noqa: E402
+from llmk.accuracy.neighbours import Change  # noqa: E402
 from llmk.transformers import Report, patch  # noqa: E402
 from tools.families_sweep import built  # noqa: E402
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+import llmk.accuracy
 from llmk.compiler.patterns import Match, RewritePattern, cast_of, item_of, name_of, value_of
 from llmk.compiler.shrink import symbol_hints
 from llmk.compiler.trial import Question, Untried, difference
-from llmk.opcheck import accuracy, reference
 from llmk.registry.private.compilers import cache_folder, hint_of
 
 VIEWS = frozenset(
@@ -185,8 +185,9 @@ def _key(question: Question) -> str:
 def _own_code() -> str:
     """Return a hash of the code that tries and judges; operators are in the key of PyTorch's own caches."""
     digest = hashlib.sha256()
-    for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(accuracy.__file__), Path(reference.__file__)]:
-        digest.update(path.read_bytes())
+    for file in (__file__, llmk.accuracy.__file__):
+        for path in sorted(Path(file).parent.glob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from llmk import functional
-from llmk.opcheck.accuracy import accuracy_violation
+from llmk.accuracy.rule import accuracy_violation
 from llmk.registry import OPS
 from llmk.registry.devices import INTERPRET
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.calls import call, require_accurate
-from llmk.opcheck.cases import Cases
-from llmk.opcheck.judge import judge
+from llmk.opcheck.search.cases import Cases
+from llmk.opcheck.search.judge import judge
 from llmk.ops.linear_loss.chunked import float16_scale
 from llmk.ops.linear_loss.chunked._linear import LinearGradients
 from llmk.ops.linear_loss.rows import products

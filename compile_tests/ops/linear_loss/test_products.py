@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmk.accuracy.rule import unit_in_last_place
 from llmk.opcheck import check
-from llmk.opcheck.accuracy import unit_in_last_place
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.rows import products

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmk.opcheck.accuracy import accuracy_violation
+from llmk.accuracy.rule import accuracy_violation
 from llmk.ops.loss.ce_tvd import ce_tvd_reference
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 

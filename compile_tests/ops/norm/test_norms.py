@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmk.opcheck.accuracy import accuracy_violation
+from llmk.accuracy.rule import accuracy_violation
 from llmk.opcheck.calls import call, incoming_gradients, tolerance_of
 from llmk.opcheck.inputs import Outcome
 from llmk.registry import OPS, Sample

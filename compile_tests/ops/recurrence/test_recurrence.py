@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmk.accuracy.rule import accuracy_violation
 from llmk.functional import gated_delta_rule, gated_linear_attention
-from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.calls import call
 from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
 from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference

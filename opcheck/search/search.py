@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from llmk.opcheck.calls import call, incoming_gradients
-from llmk.opcheck.cases import Case, Cases
-from llmk.opcheck.decisions import at_decisions
-from llmk.opcheck.derivatives import derivative_violation
-from llmk.opcheck.judge import Finding, judge
 from llmk.opcheck.reference import reference_for
 from llmk.opcheck.runner import Check, Result, RunningCheck, path_taken
-from llmk.opcheck.shrink import MOST_NUMBERS, shrink, snippet
+from llmk.opcheck.search.cases import Case, Cases
+from llmk.opcheck.search.decisions import at_decisions
+from llmk.opcheck.search.derivatives import derivative_violation
+from llmk.opcheck.search.judge import Finding, judge
+from llmk.opcheck.search.shrink import MOST_NUMBERS, shrink, snippet
 from llmk.registry import Op
 from llmk.registry.devices import INTERPRET
 
@@ -143,7 +143,7 @@ def _quietly() -> Iterator[None]:
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if INTERPRET:
-            from llmk.opcheck.interpreter import watched  # it needs numpy
+            from llmk.opcheck.interpreted.interpreter import watched  # it needs numpy
 
             around.enter_context(watched())
         yield

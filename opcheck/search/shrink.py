@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.calls import incoming_gradients
-from llmk.opcheck.cases import Case, unit_gradients
 from llmk.opcheck.inputs import as_list, prepare, rebound
-from llmk.opcheck.judge import Finding, judge
+from llmk.opcheck.search.cases import Case, unit_gradients
+from llmk.opcheck.search.judge import Finding, judge
 from llmk.registry import Op
 
 MOST_NUMBERS = 64

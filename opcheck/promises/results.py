@@ -1,7 +1,7 @@
-"""The promises, one function each: it returns when the operator keeps it and raises `BrokenPromise` when not.
+"""The promises about results.
 
-What it returns is a note, if it is a text: something to know that is no fault.
-Here are those about values; the others are in modules of their own. The numbers are those of the contract in
+A promise is one function: it returns when the operator keeps it and raises `BrokenPromise` when not. What it returns is
+a note, if it is a text: something to know that is no fault. The numbers are those of the contract in
 docs/how-it-works.md.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.adapters import Adapted, declared_aliases, registered, returns_alias
+from llmk.accuracy.neighbours import Change
 from llmk.opcheck.calls import (
     call,
     call_unless_strides_refused,
@@ -24,24 +24,7 @@ from llmk.opcheck.calls import (
     require_accurate,
     resized,
 )
-from llmk.opcheck.compile_promises import (
-    clean_graph,
-    compiled,
-    compiled_samples,
-    compiled_shapes,
-    exported_trains,
-    no_recompile,
-)
-from llmk.opcheck.gpu_promises import cuda_graphs, no_host_sync, other_stream
-from llmk.opcheck.gradient_promises import (
-    expanded_gradient,
-    finite_gradients,
-    input_subsets,
-    scaled_gradient,
-    second_backward,
-    strided_gradient,
-    undefined_gradients,
-)
+from llmk.opcheck.foreign.adapters import Adapted, declared_aliases, registered, returns_alias
 from llmk.opcheck.inputs import (
     MEMORY,
     BrokenPromise,
@@ -54,32 +37,8 @@ from llmk.opcheck.inputs import (
     same_results,
     spread,
 )
-from llmk.opcheck.kernel_promises import (
-    any_program_order,
-    every_kernel_ends,
-    far_rows,
-    in_bounds,
-    long_offsets,
-    no_float_atomics,
-)
-from llmk.opcheck.nan_fill import nan_filled, require_all_written, zero_filled
-from llmk.opcheck.reference import Change
-from llmk.opcheck.refusal_promises import refuses_transforms, second_derivatives
-from llmk.opcheck.row_promises import batch_invariant
-from llmk.opcheck.setting_promises import (
-    another_thread,
-    autocast,
-    checkpointed,
-    default_device,
-    default_dtype,
-    other_device,
-    side_effects,
-    two_calls,
-)
-from llmk.opcheck.value_promises import fresh_numbers, harsh_values, other_sizes
+from llmk.opcheck.promises.nan_fill import nan_filled, require_all_written, zero_filled
 from llmk.registry import Op, Sample, set_short_path_enabled
-
-Promise = Callable[[Op, Sequence[Sample]], str | None]
 
 
 def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
@@ -272,95 +231,3 @@ def every_element_written(op: Op, samples: Sequence[Sample]) -> None:
                 return call(op, sample)
 
         require_all_written(op, sample, outcome, again)
-
-
-PROMISES: tuple[Promise, ...] = (
-    side_effects,
-    every_kernel_ends,
-    every_element_written,
-    torch_opcheck,
-    values_and_gradients,
-    harsh_values,
-    fresh_numbers,
-    finite_gradients,
-    no_mutation,
-    no_alias,
-    second_backward,
-    two_calls,
-    scaled_gradient,
-    expanded_gradient,
-    strided_gradient,
-    strided_inputs,
-    input_subsets,
-    undefined_gradients,
-    second_derivatives,
-    edge_rows,
-    other_sizes,
-    far_rows,
-    deterministic,
-    batch_invariant,
-    same_on_short_path,
-    compiled_samples,
-    another_thread,
-    autocast,
-    checkpointed,
-    default_dtype,
-    default_device,
-    no_recompile,
-    clean_graph,
-    exported_trains,
-    compiled,
-    refuses_transforms,
-)
-INTERPRETER_PROMISES: tuple[Promise, ...] = (in_bounds, any_program_order, no_float_atomics, long_offsets)
-"""Asked first, of the kernels themselves: what is wrong there breaks others as well."""
-ASKED_PROMISES: tuple[Promise, ...] = (compiled_shapes,)
-"""Asked by name only: on a CPU they take longer than all the others."""
-ASKED_ON_A_GPU: frozenset[Promise] = frozenset({batch_invariant})
-"""Asked there by name only: what a library's products do with few rows is not the operator's to promise."""
-GPU_PROMISES: tuple[Promise, ...] = (cuda_graphs, no_host_sync, other_stream, other_device)
-
-IN_ONE_DTYPE: frozenset[Promise] = frozenset(
-    {
-        undefined_gradients,
-        second_derivatives,
-        refuses_transforms,
-        side_effects,
-        two_calls,
-        another_thread,
-        autocast,
-        checkpointed,
-        default_dtype,
-        default_device,
-        no_recompile,
-        exported_trains,
-        other_device,
-    }
-)
-"""Promises about an operator's formulas, not its numbers: checked in the first dtype only."""
-
-HABITS: frozenset[Promise] = frozenset(
-    {
-        batch_invariant,
-        same_on_short_path,
-        clean_graph,
-        exported_trains,
-        refuses_transforms,
-        no_float_atomics,
-    }
-)
-"""Promises of llmk's operators that PyTorch asks of none: another's are checked where they are named."""
-
-COMPILED: frozenset[Promise] = frozenset(
-    {
-        compiled_samples,
-        compiled_shapes,
-        no_recompile,
-        clean_graph,
-        exported_trains,
-        compiled,
-        default_dtype,
-        default_device,
-    }
-)
-"""Promises for which Dynamo traces the call."""

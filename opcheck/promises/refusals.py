@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from llmk.accuracy.neighbours import copy_with_layout, to_float64
 from llmk.opcheck.calls import first_line, incoming_gradients, one_of_each
-from llmk.opcheck.inputs import BrokenPromise, as_list, copy_with_layout, differentiable_inputs, prepare
-from llmk.opcheck.reference import to_float64
+from llmk.opcheck.inputs import BrokenPromise, as_list, differentiable_inputs, prepare
 from llmk.registry import Op, Sample
 
 _TWICE = "second derivative|double backward|differentiat(e|ing) twice|twice differentiable|derivative|autograd formula"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from llmk.accuracy.neighbours import copy_with_layout
 from llmk.opcheck.calls import (
     call,
     call_unless_strides_refused,
@@ -17,13 +18,13 @@ from llmk.opcheck.calls import (
     require_accurate,
     resized,
 )
-from llmk.opcheck.inputs import MEMORY, BrokenPromise, NothingToCheck, copy_with_layout, note
-from llmk.opcheck.loops import EndlessLoop, kernels_of, unbounded_loops
+from llmk.opcheck.inputs import MEMORY, BrokenPromise, NothingToCheck, note
+from llmk.opcheck.interpreted.loops import EndlessLoop, kernels_of, unbounded_loops
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
 
 if TYPE_CHECKING:
-    from llmk.opcheck.interpreter import Watch
+    from llmk.opcheck.interpreted.interpreter import Watch
 
 _NO_LAUNCH = "it names a kernel, and launches none"
 _GPU_MEMORY = 60 * 2**30
@@ -82,7 +83,7 @@ _last: "tuple[Sequence[Sample], tuple[Watch, list[str]]] | None" = None
 
 def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
     """Return the watch over all launches that the samples make, and accesses out of bounds: once for all promises."""
-    from llmk.opcheck.interpreter import OutOfBounds, watched  # it needs numpy
+    from llmk.opcheck.interpreted.interpreter import OutOfBounds, watched  # it needs numpy
 
     global _last
     if _last is None or _last[0] is not samples:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmk.opcheck.inputs import MEMORY
-from llmk.opcheck.promises import INTERPRETER_PROMISES
+from llmk.opcheck.promises.table import INTERPRETER_PROMISES
 from llmk.opcheck.runner import WORST, Result
 
 KINDS = ("wrong values", "wrong gradients", "memory", "side effects", "compile", "habits")

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.accuracy.neighbours import to_float64
 from llmk.opcheck.calls import call, device_of, float_dtype, incoming_gradients, kind_of, one_of_each, resized
-from llmk.opcheck.gpu_promises import capture
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, rebound, same_bits
-from llmk.opcheck.reference import REFUSALS, to_float64
+from llmk.opcheck.promises.gpu import capture
+from llmk.opcheck.reference import REFUSALS
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
 from llmk.registry.private.operators import overriding

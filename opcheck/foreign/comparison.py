@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.adapters import form_of, tensors_in
 from llmk.opcheck.calls import call, device_of, incoming_gradients, one_of_each
+from llmk.opcheck.foreign.adapters import form_of, tensors_in
+from llmk.opcheck.foreign.signatures import first_words
 from llmk.opcheck.inputs import NothingToCheck
-from llmk.opcheck.signatures import first_words
 from llmk.registry import Op, Sample
 from llmk.registry.private.operators import overload_of
 

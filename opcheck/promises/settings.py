@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from llmk.accuracy.neighbours import nudged, with_default_dtype
 from llmk.opcheck.calls import (
     call,
     device_of,
@@ -37,10 +38,9 @@ from llmk.opcheck.inputs import (
     same_bits,
     same_results,
     with_default_device,
-    with_default_dtype,
 )
-from llmk.opcheck.process_state import functions, random_state, restore, restore_functions, seeded, settings
-from llmk.opcheck.reference import REFUSALS, nudged
+from llmk.opcheck.promises.process_state import functions, random_state, restore, restore_functions, seeded, settings
+from llmk.opcheck.reference import REFUSALS
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from llmk.accuracy.neighbours import to_float64
 from llmk.opcheck.inputs import as_list, prepare
-from llmk.opcheck.reference import Reference, to_float64
+from llmk.opcheck.reference import Reference
 from llmk.registry import Op, Sample
 
 STEP = 2.0**-20

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from llmk.opcheck.causes import causes
-from llmk.opcheck.promises import GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
+from llmk.opcheck.promises.table import GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
+from llmk.opcheck.report.causes import causes
 from llmk.opcheck.runner import Result
 
 Record = dict[str, Any]

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.accuracy.neighbours import copy_with_layout
 from llmk.opcheck.calls import call, first_line, incoming_gradients, require_accurate, resized
-from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, copy_with_layout, differentiable_inputs, prepare
+from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, differentiable_inputs, prepare
 from llmk.registry import Op, Sample
 from llmk.registry.private.compilers import compile_errors
 from llmk.registry.private.tensors import delay_stream

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.adapters import Argument, Form, form_of, tensors_in
+from llmk.accuracy.neighbours import copy_with_layout
 from llmk.opcheck.availability import names_device
-from llmk.opcheck.inputs import NothingToCheck, copy_with_layout, no_reference
+from llmk.opcheck.foreign.adapters import Argument, Form, form_of, tensors_in
+from llmk.opcheck.inputs import NothingToCheck, no_reference
 from llmk.registry import Op, Sample
 from llmk.registry.private.operators import is_overload, overload_of, schema_of
 

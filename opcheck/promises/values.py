@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmk.opcheck.calls import call, few_kinds, first_line, one_of_each, require_no_gross_error, resized
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, as_list, note, rebound
-from llmk.opcheck.nan_fill import nan_filled
+from llmk.opcheck.promises.nan_fill import nan_filled
 from llmk.opcheck.reference import REFUSALS, reference_for
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET

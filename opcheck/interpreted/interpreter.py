@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.inputs import MEMORY, BrokenPromise
-from llmk.opcheck.loops import MOST_TURNS, counting_turns, turns
-from llmk.opcheck.offsets import NUMBER, PRODUCT, PROGRAM, origins_of, traced, typed_range
+from llmk.opcheck.interpreted.loops import MOST_TURNS, counting_turns, turns
+from llmk.opcheck.interpreted.offsets import NUMBER, PRODUCT, PROGRAM, origins_of, traced, typed_range
 from llmk.registry.private.kernels import interpreter as find_interpreter
 from llmk.registry.private.tensors import has_numbers
 

@@ -13,10 +13,10 @@ import torch
 import triton
 
 import llmk
-from llmk.opcheck.causes import causes, described
-from llmk.opcheck.page import page
+from llmk.opcheck.foreign.samples import GivenSamples
+from llmk.opcheck.report.causes import causes, described
+from llmk.opcheck.report.page import page
 from llmk.opcheck.runner import Result, check
-from llmk.opcheck.samples import GivenSamples
 from llmk.registry import Op
 
 Place = tuple[str, int]

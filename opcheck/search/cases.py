@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmk.opcheck.calls import call, incoming_gradients
 from llmk.opcheck.inputs import rebound
-from llmk.opcheck.regimes import DECIDING, REGIMES, Domain, Draw, Regime, domain_of, masked, ordinary, values_of
+from llmk.opcheck.search.regimes import DECIDING, REGIMES, Domain, Draw, Regime, domain_of, masked, ordinary, values_of
 from llmk.registry import Op, Sample
 
 LENGTHS = (0, 1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128)

@@ -24,25 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.accuracy import SUBNORMAL
-from llmk.opcheck.adapters import Adapted
+from llmk.accuracy.neighbours import Change, copy_to_move, copy_with_layout, move
+from llmk.accuracy.rule import SUBNORMAL
 from llmk.opcheck.calls import call, device_of, float_dtype, tolerance_of, violation_of
-from llmk.opcheck.cases import Case
-from llmk.opcheck.derivatives import derivative_violation
-from llmk.opcheck.gradient_promises import gradient_overflows, require_finite
-from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout, prepare, rebound
-from llmk.opcheck.loops import EndlessLoop
+from llmk.opcheck.foreign.adapters import Adapted
+from llmk.opcheck.inputs import BrokenPromise, Outcome, prepare, rebound
+from llmk.opcheck.interpreted.loops import EndlessLoop
 from llmk.opcheck.patience import TookTooLong, patience
-from llmk.opcheck.reference import (
-    MORE_DRAWS,
-    REFUSALS,
-    Change,
-    Reference,
-    copy_to_move,
-    move,
-    reference_for,
-    refusing,
-)
+from llmk.opcheck.promises.gradients import gradient_overflows, require_finite
+from llmk.opcheck.reference import MORE_DRAWS, REFUSALS, Reference, reference_for, refusing
+from llmk.opcheck.search.cases import Case
+from llmk.opcheck.search.derivatives import derivative_violation
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET, use_kernels_on_cpu
 

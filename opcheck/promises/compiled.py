@@ -19,7 +19,7 @@ from llmk.opcheck.calls import (
     resized,
 )
 from llmk.opcheck.inputs import BrokenPromise, Outcome, differentiable_inputs, note, prepare
-from llmk.opcheck.nan_fill import RECYCLE_NOTHING, nan_filled_in_graphs, require_all_written
+from llmk.opcheck.promises.nan_fill import RECYCLE_NOTHING, nan_filled_in_graphs, require_all_written
 from llmk.registry import Op, Sample
 from llmk.registry.private.compilers import aot_backend, compile_errors
 

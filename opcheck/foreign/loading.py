@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmk.opcheck.foreign.signatures import record_of
 from llmk.opcheck.runner import require_known
-from llmk.opcheck.signatures import record_of
 from llmk.registry import OPS, Op
 
 

@@ -1,0 +1,1 @@
+"""Operators that are not llmk's: records made from what a stranger's file has."""

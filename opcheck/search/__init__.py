@@ -1,0 +1,1 @@
+"""The search for inputs on which an operator is wrong: `--search`."""
