@@ -14,6 +14,7 @@ from compile_tests.helpers.mutants_kernels import (
     square_by,
 )
 from llmk.opcheck import check
+from llmk.opcheck.calls import call
 from llmk.opcheck.runner import promises_for
 from llmk.registry.devices import INTERPRET
 
@@ -23,6 +24,7 @@ pytestmark = [
 ]
 
 NAMES = [promise.__name__ for promise in promises_for(torch.device("cpu"))]
+SHARING = ["in_bounds", "any_program_order", "no_float_atomics", "long_offsets"]
 OF_KERNELS = NAMES[: NAMES.index("far_rows") + 1]
 
 
@@ -40,9 +42,18 @@ def test_a_sound_kernel_is_not(kernel: Any) -> None:
     assert {result.verdict for result in results} == {"kept"}, results
 
 
+def test_the_promises_of_kernels_share_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[Any]()
+    monkeypatch.setattr("llmk.opcheck.promises.kernels.call", lambda op, sample: calls.append(call(op, sample)))
+    op = square_by(sound_kernel)
+    results = check(op, promises=[*SHARING, "every_kernel_ends"])
+    assert {result.verdict for result in results} == {"kept"}, results
+    assert len(calls) == len(op.dtypes) * len(list(op.samples(torch.device("cpu"), torch.float32)))
+
+
 def test_an_operator_without_kernels_has_nothing_to_check() -> None:
     op = dataclasses.replace(square_by(sound_kernel), overload=torch.ops.aten.square.default)
-    results = check(op, promises=["in_bounds", "any_program_order", "no_float_atomics", "long_offsets"])
+    results = check(op, promises=SHARING)
     assert {result.verdict for result in results} == {"empty"}
 
 

@@ -1,4 +1,4 @@
-"""The promises under torch.compile and torch.export; the form is that of promises.py."""
+"""The promises under torch.compile and torch.export; the form is that of results.py."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

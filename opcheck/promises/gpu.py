@@ -1,4 +1,4 @@
-"""The promises that only a GPU can break; the form is that of promises.py."""
+"""The promises that only a GPU can break; the form is that of results.py."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

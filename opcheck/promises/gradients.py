@@ -1,4 +1,4 @@
-"""The promises about gradients; the form is that of promises.py."""
+"""The promises about gradients; the form is that of results.py."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence

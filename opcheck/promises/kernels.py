@@ -1,8 +1,9 @@
-"""The promises about kernels' own code; the form is that of promises.py.
+"""The promises about kernels' own code; the form is that of results.py.
 
 All but `every_kernel_ends` and `far_rows` need the interpreter.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,7 @@ def _raise_first(found: Sequence[str], wrong: str = "") -> None:
         raise BrokenPromise(found[0], wrong)
 
 
-_last: "tuple[Sequence[Sample], tuple[Watch, list[str]]] | None" = None
+_last: "tuple[tuple[Op, Sequence[Sample]], tuple[Watch, list[str]]] | None" = None
 
 
 def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
@@ -86,7 +87,7 @@ def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
     from llmk.opcheck.interpreted.interpreter import OutOfBounds, watched  # it needs numpy
 
     global _last
-    if _last is None or _last[0] is not samples:
+    if _last is None or not _same_calls(_last[0], (op, samples)):
         astray: list[str] = []
         with watched(reorder=True) as watch:
             for sample in samples:
@@ -98,13 +99,19 @@ def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
                     astray.append(f"{sample}: {error}")
                 except EndlessLoop as error:
                     watch.endless.append(f"{sample}: {error}")
-        _last = samples, (watch, astray)
+        _last = (op, samples), (watch, astray)
     watch, astray = _last[1]
     if not watch.launches:
         raise NothingToCheck(_NO_LAUNCH if kernels_of([op.overload]) else "")
     for sample in samples:
         note(sample)
     return watch, astray
+
+
+def _same_calls(some: tuple[Op, Sequence[Sample]], others: tuple[Op, Sequence[Sample]]) -> bool:
+    """Return True for one operator and the same samples, in whatever lists they are."""
+    (op, samples), (other, given) = some, others
+    return op is other and len(samples) == len(given) and all(map(operator.is_, samples, given))
 
 
 def far_rows(op: Op, samples: Sequence[Sample]) -> None:

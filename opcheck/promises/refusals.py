@@ -1,4 +1,4 @@
-"""The promises about what may be refused; the form is that of promises.py.
+"""The promises about what may be refused; the form is that of results.py.
 
 Right or an exception: of a type that means "not supported", and with words that say what is not.
 """

@@ -1,4 +1,4 @@
-"""The promise about rows: the results of a row are its own, bit for bit; the form is that of promises.py.
+"""The promise about rows: the results of a row are its own, bit for bit; the form is that of results.py.
 
 A record does not say which tensors have rows, nor whether these are independent. The float64 reference does. Along
 an axis of the first argument others are as long as it: where the reference gives a part of their rows, alone, what it

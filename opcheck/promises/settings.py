@@ -1,6 +1,6 @@
 """The promises about settings of PyTorch's, other calls and threads, and what a call leaves behind.
 
-The form is that of promises.py.
+The form is that of results.py.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The promises about numbers and sizes that no sample has; the form is that of promises.py."""
+"""The promises about numbers and sizes that no sample has; the form is that of results.py."""
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
