@@ -15,14 +15,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from compile_tests.helpers.backend_checks import require_same, rewriting
 from llmk.apart import apart_from_caller
-from llmk.compiler import Report, trials
+from llmk.compiler import Report, trial_cache
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every replacement is tried here, as no answer of another test is known."""
-    monkeypatch.setattr(trials, "_known", {})
-    monkeypatch.setattr(trials, "cache_folder", lambda: None)
+    monkeypatch.setattr(trial_cache, "_known", {})
+    monkeypatch.setattr(trial_cache, "cache_folder", lambda: None)
 
 
 def block(x: Tensor, g: Tensor, w: Tensor, v: Tensor, t: Tensor) -> Tensor:

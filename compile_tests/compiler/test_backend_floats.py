@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from compile_tests.helpers.backend_checks import THROUGH_AUTOGRAD, require_same, rewriting
 from compile_tests.helpers.breadth import some_of
 from compile_tests.helpers.planted_rules import planted, reasons
-from llmk.compiler import Report, compile, trials
+from llmk.compiler import Report, compile, trial_cache
 from llmk.compiler.graph_builder import NO_CONSTANT
 from llmk.compiler.patterns import Arg, Call, GraphBuilder, KeywordArg
 
@@ -137,7 +137,7 @@ def test_a_trial_guards_on_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
         return builder(torch.ops.aten.add.Tensor, *parts)
 
     planted(monkeypatch, build, Call("div", KeywordArg("x"), Arg("number")))
-    monkeypatch.setattr(trials, "_known", {})
+    monkeypatch.setattr(trial_cache, "_known", {})
     report = Report()
     assert calls(lambda x, number: x / number, report) == 2
     assert report.replaced == {"planted": 2}, str(report)

@@ -15,7 +15,7 @@ from compile_tests.helpers.backend_checks import require_same, rewriting
 from compile_tests.helpers.backend_compare import require_unchanged, with_backend
 from compile_tests.helpers.planted_rules import planted, reasons
 from llmk.accuracy.neighbours import with_default_dtype
-from llmk.compiler import Report, backend, replace, report, trials
+from llmk.compiler import Report, backend, replace, report, trial_cache
 from llmk.compiler.patterns import Arg, Call, Cast, GraphBuilder, KeywordArg, RewritePattern
 from llmk.compiler.rules import RewriteRule
 from llmk.registry.private import compilers
@@ -27,8 +27,8 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No answer of another run, and a warning of each failure."""
-    monkeypatch.setattr(trials, "_known", {})
-    monkeypatch.setattr(trials, "cache_folder", lambda: None)
+    monkeypatch.setattr(trial_cache, "_known", {})
+    monkeypatch.setattr(trial_cache, "cache_folder", lambda: None)
     report.warn_once.cache_clear()
     yield
     report.warn_once.cache_clear()
@@ -157,7 +157,7 @@ def raises(*args: Any, **kwargs: Any) -> Any:
     [
         (replace, "find"),
         (replace, "ReplacementBuilder"),
-        (replace, "answer"),
+        (replace, "cached_difference"),
         (replace, "needed"),
         (backend, "traced"),
         (backend, "replace_all"),
@@ -253,13 +253,13 @@ def test_inductor_that_fails_on_the_graph_itself(monkeypatch: pytest.MonkeyPatch
 def test_a_trial_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In a process, and then in those that have the same cache."""
     made = []
-    before = trials.difference
-    monkeypatch.setattr(trials, "difference", lambda question: made.append(question) or before(question))
-    monkeypatch.setattr(trials, "cache_folder", lambda: str(tmp_path))
+    before = trial_cache.difference
+    monkeypatch.setattr(trial_cache, "difference", lambda question: made.append(question) or before(question))
+    monkeypatch.setattr(trial_cache, "cache_folder", lambda: str(tmp_path))
     for _ in range(2):
         require_unchanged(unit, [randn(3, 4), randn(3, 4)])
     assert len(made) == 1
-    monkeypatch.setattr(trials, "_known", {})
+    monkeypatch.setattr(trial_cache, "_known", {})
     assert require_unchanged(unit, [randn(3, 4), randn(3, 4)]).replaced == {"swiglu": 1}
     assert len(made) == 1
 
@@ -275,7 +275,7 @@ def test_trials_draw_the_same_whatever_the_default_dtype_is() -> None:
 
 
 def test_without_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replace, "answer", raises)
+    monkeypatch.setattr(replace, "cached_difference", raises)
     found = Report()
     require_unchanged(unit, [randn(3, 4), randn(3, 4)], with_backend(found, verify=False))
     assert found.replaced == {"swiglu": 1}
@@ -284,8 +284,8 @@ def test_without_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_large_sizes_are_tried_small(monkeypatch: pytest.MonkeyPatch) -> None:
     questions = []
-    before = trials.difference
-    monkeypatch.setattr(trials, "difference", lambda question: questions.append(question) or before(question))
+    before = trial_cache.difference
+    monkeypatch.setattr(trial_cache, "difference", lambda question: questions.append(question) or before(question))
 
     def loss(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, w).view(-1, w.shape[0]).float(), t.view(-1))

@@ -19,7 +19,7 @@ from llmk.compiler.patterns import Match, NoMatch, cast_of, find, is_narrowing, 
 from llmk.compiler.report import Note, module_of, warn_once
 from llmk.compiler.rules import RewriteRule
 from llmk.compiler.trial import Untried
-from llmk.compiler.trials import answer, is_view
+from llmk.compiler.trial_cache import cached_difference, is_view
 
 
 @dataclass
@@ -210,7 +210,7 @@ class _Replacing:
         if not self.verify:
             return "verify=False"
         try:
-            differs = answer(candidate.rule.pattern, candidate.match, builder.made, candidate.results, news)
+            differs = cached_difference(candidate.rule.pattern, candidate.match, builder.made, candidate.results, news)
         except Untried as why:
             return str(why)
         if differs is not None:

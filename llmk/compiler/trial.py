@@ -34,7 +34,7 @@ class Untried(Exception):
 
 
 @dataclass(frozen=True)
-class Question:
+class Comparison:
     """Two ways to compute the same.
 
     Attributes:
@@ -116,19 +116,19 @@ INCOMING: dict[str, Incoming] = {
 """Gradients of the outputs. What a loss has saved may be 0 where it is divided by the number of tokens, which is 0."""
 
 
-def difference(question: Question) -> str | None:
+def difference(comparison: Comparison) -> str | None:
     """Return how the two ways differ, with the numbers; None where they compute the same by the accuracy rule.
 
     Raises:
         Untried: They cannot be run with small inputs.
     """
-    return apart_from_caller(_difference, question)
+    return apart_from_caller(_difference, comparison)
 
 
-def _difference(question: Question) -> str | None:
-    trial = _small_trial(question)
+def _difference(comparison: Comparison) -> str | None:
+    trial = _small_trial(comparison)
     tried = [(regime, AS_DRAWN) for regime in REGIMES]
-    if any(node.meta.get("needs_grad") for node in question.inputs):
+    if any(node.meta.get("needs_grad") for node in comparison.inputs):
         tried += [("N(0, 1)", incoming) for incoming in INCOMING if incoming != AS_DRAWN]
     for regime, incoming in tried:
         try:
@@ -141,11 +141,11 @@ def _difference(question: Question) -> str | None:
     return None
 
 
-def _small_trial(question: Question) -> "_Trial":
+def _small_trial(comparison: Comparison) -> "_Trial":
     """Return a trial with the first small sizes with which the matched nodes run."""
     problem = "its tensors are large, and no small sizes fit all that it says"
-    for sizes in candidates(question.matched, question.made, question.inputs, question.sizes):
-        trial = _Trial(question, sizes)
+    for sizes in candidates(comparison.matched, comparison.made, comparison.inputs, comparison.sizes):
+        trial = _Trial(comparison, sizes)
         try:
             trial.run_matched(REGIMES["N(0, 1)"])
         except (NotSmall, *REFUSALS) as why:
@@ -166,14 +166,14 @@ REFUSALS = RuntimeError, ValueError, TypeError, IndexError, NotImplementedError,
 
 @dataclass(frozen=True)
 class _Trial:
-    question: Question
+    comparison: Comparison
     sizes: Sizes
     incoming: Incoming = INCOMING[AS_DRAWN]
 
     def difference(self, draw: Draw) -> str | None:
         composition, exact = self.run_matched(draw), self.run_matched(draw, exact=True)
-        with with_default_dtype(self.question.default_dtype):
-            got = self._run(self.question.made, self.question.results[1], self._inputs(draw))
+        with with_default_dtype(self.comparison.default_dtype):
+            got = self._run(self.comparison.made, self.comparison.results[1], self._inputs(draw))
         near: list[tuple[list[Tensor], list[Tensor]]] = []
         for i, (x, y, z) in enumerate(zip(got, composition, exact, strict=True)):
             if (x.dtype, x.shape) != (y.dtype, y.shape):
@@ -194,8 +194,8 @@ class _Trial:
         if exact:
             wide = {id(x): _exact(x) for x in inputs}  # one tensor stays one
             inputs = [wide[id(x)] for x in inputs]
-        with with_default_dtype(torch.float64 if exact else self.question.default_dtype):
-            return self._run(self.question.matched, self.question.results[0], inputs, exact)
+        with with_default_dtype(torch.float64 if exact else self.comparison.default_dtype):
+            return self._run(self.comparison.matched, self.comparison.results[0], inputs, exact)
 
     def _near(self, draw: Draw, seed: int) -> tuple[list[Tensor], list[Tensor]]:
         return self.run_matched(draw, seed=seed), self.run_matched(draw, exact=True, seed=seed)
@@ -204,12 +204,12 @@ class _Trial:
         generator, numbers = torch.Generator().manual_seed(0), itertools.count()
         change = None if seed is None else nudged(seed)
         drawn: dict[Node, Any] = {}
-        for node in self.question.inputs:
-            if self.question.same(node) not in drawn:
+        for node in self.comparison.inputs:
+            if self.comparison.same(node) not in drawn:
                 x = self._input(node, draw, generator, numbers)
                 moves = change is not None and isinstance(x, Tensor) and x.is_floating_point()
-                drawn[self.question.same(node)] = change(x) if moves else x  # type: ignore[misc]
-        return [drawn[self.question.same(node)] for node in self.question.inputs]
+                drawn[self.comparison.same(node)] = change(x) if moves else x  # type: ignore[misc]
+        return [drawn[self.comparison.same(node)] for node in self.comparison.inputs]
 
     def _input(self, node: Node, draw: Draw, generator: torch.Generator, numbers: Iterator[int]) -> Any:
         value = value_of(node)
@@ -229,27 +229,27 @@ class _Trial:
         return _as_laid_out(drawn.to(value.dtype), self.sizes.of(value.stride()))
 
     def _whole_numbers(self, node: Node, shape: list[int], generator: torch.Generator) -> Tensor:
-        chosen, axis = self.question.indices.get(node, (None, 0))
+        chosen, axis = self.comparison.indices.get(node, (None, 0))
         count = 2 if chosen is None else self.sizes.shape(value_of(chosen))[axis]
         drawn = torch.randint(0, max(count, 1), shape, generator=generator, device="cpu")
-        if chosen is None or self.question.ignored is None:
+        if chosen is None or self.comparison.ignored is None:
             return drawn
         counts = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") < 0.8
         counts.view(-1)[1:2] = False  # one is left out in any case, and of several another one counts
         counts.view(-1)[:1] = True
-        return torch.where(counts, drawn, self.sizes.of(self.question.ignored))
+        return torch.where(counts, drawn, self.sizes.of(self.comparison.ignored))
 
     def _run(
         self, nodes: Sequence[Node], results: Sequence[Node], inputs: Sequence[Any], exact: bool = False
     ) -> list[Tensor]:
         values: dict[Node, Any] = {}
         leaves: dict[int, Tensor] = {}
-        for node, x in zip(self.question.inputs, inputs, strict=True):
+        for node, x in zip(self.comparison.inputs, inputs, strict=True):
             if node.meta.get("needs_grad") and isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
                 leaves.setdefault(id(x), x.detach().requires_grad_())
             values[node] = leaves.get(id(x), x)
-        is_made = nodes is self.question.made
-        with torch.autocast("cpu", self.question.autocast, enabled=is_made and self.question.autocast is not None):
+        is_made = nodes is self.comparison.made
+        with torch.autocast("cpu", self.comparison.autocast, enabled=is_made and self.comparison.autocast is not None):
             for node in nodes:
                 values[node] = self._value(node, values, exact, as_noted=not is_made)
             outputs = [values[node] for node in results]
@@ -269,9 +269,9 @@ class _Trial:
         args, kwargs = map_aggregate(node.args, of), map_aggregate(node.kwargs, of)
         if "dropout_p" in (argument.name for argument in _arguments(node)):
             args, kwargs = _without_dropout(node, args, kwargs)
-        if as_noted and self.question.autocast is not None and not exact and isinstance(noted, Tensor):
+        if as_noted and self.comparison.autocast is not None and not exact and isinstance(noted, Tensor):
             args = map_aggregate(args, lambda x: _in_dtype(x, noted.dtype))
-        others = {**IN_FLOAT64, **self.question.tried_as} if exact else self.question.tried_as
+        others = {**IN_FLOAT64, **self.comparison.tried_as} if exact else self.comparison.tried_as
         call = others.get(name_of(node), node.target)
         return call(*args, **kwargs)  # type: ignore[operator,misc]
 

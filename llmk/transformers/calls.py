@@ -22,7 +22,7 @@ from llmk.transformers.rewrite import Edit, Source, load
 Function = Callable[..., Any]
 
 
-class Form:
+class FunctionForm:
     """A kind of function that an operator computes. Forms that are equal are the same; they can be pickled.
 
     Attributes:
@@ -53,7 +53,7 @@ class Form:
 class Calls(Edit):
     """The calls of functions, by the names that the source has for them."""
 
-    functions: tuple[tuple[str, Function, Form], ...]
+    functions: tuple[tuple[str, Function, FunctionForm], ...]
 
     @property
     def what(self) -> str:
@@ -69,7 +69,7 @@ class Calls(Edit):
 
 
 @functools.cache
-def replaced(name: str, tried: Function, form: Form) -> Function:
+def replaced(name: str, tried: Function, form: FunctionForm) -> Function:
     """Return what is called in place of a function, with the module and the function called for put first."""
     called, replacement = called_of(tried), form.replacement(tried)
     still = called.check()
@@ -86,16 +86,16 @@ def replaced(name: str, tried: Function, form: Form) -> Function:
 class CallFinder:
     """Finds the calls in the sources of a model's modules; a function is tried once."""
 
-    def __init__(self, edit: type[Calls], *forms: Form) -> None:
+    def __init__(self, edit: type[Calls], *forms: FunctionForm) -> None:
         self._edit, self._forms = edit, forms
-        self._tried: dict[Function, Form | Differs | None] = {}
+        self._tried: dict[Function, FunctionForm | Differs | None] = {}
 
     def __call__(self, module: nn.Module, source: Source) -> Calls | None:
         """
         Raises:
             Differs: What takes the arguments of an operator does not compute the same.
         """
-        found: dict[str, tuple[str, Function, Form]] = {}
+        found: dict[str, tuple[str, Function, FunctionForm]] = {}
         stored = {n.id for n in ast.walk(source.definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for name, call in _calls(source.definition):
             function = None if name in stored else source.lookup(module, name)
@@ -108,7 +108,7 @@ class CallFinder:
                 found[name] = (name, function, form)
         return self._edit(tuple(found.values())) if found else None
 
-    def _form(self, function: Function) -> Form | Differs | None:
+    def _form(self, function: Function) -> FunctionForm | Differs | None:
         """The form of the function, or why it has none that its parameters are those of; None if there is no such."""
         if function not in self._tried:
             names = parameters(function)
@@ -116,12 +116,12 @@ class CallFinder:
             for form in self._forms:
                 if form.takes(names):
                     self._tried[function] = _attempted(form, function)
-                if isinstance(self._tried[function], Form):
+                if isinstance(self._tried[function], FunctionForm):
                     break
         return self._tried[function]
 
 
-def _attempted(form: Form, function: Function) -> Form | Differs:
+def _attempted(form: FunctionForm, function: Function) -> FunctionForm | Differs:
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # transformers' advice, once, about a function that is to be replaced
     try:

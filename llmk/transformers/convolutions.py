@@ -11,7 +11,7 @@ from torch import Tensor
 from llmk import functional
 from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.calls import Calls, Form, Function, its_own
+from llmk.transformers.calls import Calls, Function, FunctionForm, its_own
 from llmk.transformers.packing import sequence_ids
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, rows_of_all_scales, run, same
 
@@ -24,7 +24,7 @@ class Convolution(Calls):
 
 
 @dataclass(frozen=True)
-class CausalConv1d(Form):
+class CausalConv1d(FunctionForm):
     """Functions of an input `[B, C, T]`, a weight `[C, K]`, a bias and an activation."""
 
     operator = "causal_conv1d"

@@ -12,7 +12,7 @@ from transformers import KernelConfig
 
 from llmk.apart import apart_from_caller
 from llmk.registry.private.modules import children_of, parameters_of
-from llmk.transformers.calls import Form
+from llmk.transformers.calls import FunctionForm
 from llmk.transformers.convolutions import CausalConv1d
 from llmk.transformers.probe import (
     Differs,
@@ -31,7 +31,7 @@ from llmk.transformers.recurrences import DeltaRule, Scan, WholeLayer
 from llmk.transformers.slots import LAYERS
 
 DEVICES = ("cpu", "cuda", "rocm")
-FUNCTIONS: dict[str, Form] = {
+FUNCTIONS: dict[str, FunctionForm] = {
     "causal_conv1d_fn": CausalConv1d(),
     "chunk_gated_delta_rule": DeltaRule(),
     "chunk_kda": DeltaRule(grouped=False, channels=True),

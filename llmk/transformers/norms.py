@@ -136,7 +136,7 @@ def small_numbers(module: nn.Module) -> tuple[tuple[str, float], ...]:
     return tuple((name, v) for name, v in sorted(vars(module).items()) if isinstance(v, float) and 0 < v < 0.1)
 
 
-class Form(Protocol):
+class NormSpelling(Protocol):
     """A norm as an operator computes it from rows and the parameters that it names."""
 
     @property
@@ -173,7 +173,7 @@ class Trial:
         output = output.reshape(self.rows[0].shape)
         return output, gradients(output, self.inputs)
 
-    def is_like(self, form: Form) -> bool:
+    def is_like(self, form: NormSpelling) -> bool:
         output = _of_form(form, self.rows, self.parameters)
         found = gradients(output, self.inputs)
         return all(agree(output, want) and all(map(same, found, grads)) for want, grads in self.outcomes)
@@ -204,11 +204,11 @@ class Trial:
             return iter([(torch.float32, torch.float32 if self.parameters else None)])  # what a buffer's dtype does
         return product(FLOAT_DTYPES, FLOAT_DTYPES if self.parameters else (None,))
 
-    def proven(self, form: Form) -> tuple[tuple[torch.dtype, torch.dtype | None], ...]:
+    def proven(self, form: NormSpelling) -> tuple[tuple[torch.dtype, torch.dtype | None], ...]:
         """Return the dtypes of rows and parameters with which the operator does what the module does."""
         return tuple(pair for pair in self._pairs() if self._keeps_dtypes(form, *pair))
 
-    def _keeps_dtypes(self, form: Form, of_rows: torch.dtype, of_weight: torch.dtype | None) -> bool:
+    def _keeps_dtypes(self, form: NormSpelling, of_rows: torch.dtype, of_weight: torch.dtype | None) -> bool:
         """Return True if the operator gives the module's dtype too, and its values within the dtype's rounding."""
         with torch.no_grad():
             rows = [each.to(of_rows) for each in self.rows]
@@ -221,7 +221,7 @@ class Trial:
         return got.dtype == want.dtype and agree(got, want, max(ROUNDINGS * torch.finfo(got.dtype).eps, 1e-5))
 
 
-def _of_form(form: Form, rows: Sequence[Tensor], parameters: dict[str, Tensor]) -> Tensor:
+def _of_form(form: NormSpelling, rows: Sequence[Tensor], parameters: dict[str, Tensor]) -> Tensor:
     return form(*rows, *(None if name is None else parameters[name] for name in form.parameters))
 
 

@@ -18,7 +18,7 @@ from llmk.ops.recurrence import LARGEST_HEAD
 from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
 from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.calls import Calls, Form, Function, its_own
+from llmk.transformers.calls import Calls, Function, FunctionForm, its_own
 from llmk.transformers.packing import packing_of, sequence_ids
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, run
 
@@ -41,7 +41,7 @@ DELTA_RULE_OPTIONS = ["chunk_size", "initial_state", "output_final_state", "use_
 
 
 @dataclass(frozen=True)
-class DeltaRule(Form):
+class DeltaRule(FunctionForm):
     """Functions of queries, keys, values, log decays and beta, tokens before heads.
 
     Attributes:
@@ -147,7 +147,7 @@ GATE = frozenset({"z"})
 
 
 @dataclass(frozen=True)
-class Scan(Form):
+class Scan(FunctionForm):
     """Functions of an input, time steps, A, B, C and the size of chunks, tokens before heads."""
 
     operator = "gated_linear_attention"
@@ -260,7 +260,7 @@ def _by_attention(
 
 
 @dataclass(frozen=True)
-class WholeLayer(Form):
+class WholeLayer(FunctionForm):
     """Functions of convolution, scan, gated norm and output projection that compute nothing: they return None.
 
     transformers has one for mamba_ssm to take the place of, and goes on to the functions above where it returns None.
@@ -377,7 +377,7 @@ def _check_dtypes(
         raise Differs("gives other dtypes")
 
 
-RECURRENCES: tuple[Form, ...] = (
+RECURRENCES: tuple[FunctionForm, ...] = (
     DeltaRule(),
     DeltaRule(grouped=False),
     DeltaRule(channels=True),

@@ -65,7 +65,7 @@ def fused_linear_ce_reference(
     return losses.sum() / (weights if weight is None else weights * weight.to(losses.dtype)[target * counts]).sum()
 
 
-OPS = CrossEntropyOps("fused_linear_ce", splits_tokens=True)
+KERNEL_OPS = CrossEntropyOps("fused_linear_ce", splits_tokens=True)
 
 
 def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -134,7 +134,7 @@ def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
 @public_op(
     reference=fused_linear_ce_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=OPS.kernel_ops,
+    kernel_ops=KERNEL_OPS.kernel_ops,
     samples=fused_linear_ce_samples,
     resized=fused_linear_ce_resized,
     workloads=fused_linear_ce_workloads,
@@ -221,5 +221,5 @@ def fused_linear_ce(
 
     Sources: `torch.nn.functional.linear_cross_entropy`; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    (loss,) = OPS(locals())
+    (loss,) = KERNEL_OPS(locals())
     return loss

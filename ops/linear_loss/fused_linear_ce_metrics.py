@@ -19,7 +19,7 @@ from llmk.ops.linear_loss.fused_linear_ce import (
 )
 from llmk.registry import public_op
 
-OPS = CrossEntropyOps("fused_linear_ce_metrics")
+KERNEL_OPS = CrossEntropyOps("fused_linear_ce_metrics")
 
 
 def fused_linear_ce_metrics_reference(
@@ -44,7 +44,7 @@ def fused_linear_ce_metrics_reference(
 @public_op(
     reference=fused_linear_ce_metrics_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=OPS.kernel_ops,
+    kernel_ops=KERNEL_OPS.kernel_ops,
     samples=fused_linear_ce_samples,
     resized=fused_linear_ce_resized,
     cost=fused_linear_ce_cost,
@@ -85,5 +85,5 @@ def fused_linear_ce_metrics(
 
     Sources: those of `fused_linear_ce`.
     """
-    loss, entropy, correct = OPS(locals(), with_metrics=True)
+    loss, entropy, correct = KERNEL_OPS(locals(), with_metrics=True)
     return loss, entropy, correct

@@ -209,7 +209,7 @@ class TeachersCall(DistillationCall):
         return "input", "teacher_input", "teacher_ids", "teacher_logprobs", "labels", "row_weight", "teacher_weight"
 
 
-OPS = DistillationOps("fused_linear_distill", call_type=TeachersCall)
+KERNEL_OPS = DistillationOps("fused_linear_distill", call_type=TeachersCall)
 
 
 def fused_linear_distill_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -326,7 +326,7 @@ def fused_linear_distill_cost(
 @public_op(
     reference=fused_linear_distill_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=OPS.kernel_ops,
+    kernel_ops=KERNEL_OPS.kernel_ops,
     samples=fused_linear_distill_samples,
     resized=fused_linear_distill_resized,
     workloads=fused_linear_distill_workloads,
@@ -428,7 +428,7 @@ def fused_linear_distill(
             "skip_ignored": skip_ignored and labels is not None,
         }
     )
-    loss, divergences, nll = OPS.of_call(call)
+    loss, divergences, nll = KERNEL_OPS.of_call(call)
     return loss, divergences, nll
 
 

@@ -54,7 +54,7 @@ def fused_linear_jsd_reference(
     return (each * weights).sum() / weights.sum()
 
 
-OPS = DistillationOps("fused_linear_jsd", splits=True)
+KERNEL_OPS = DistillationOps("fused_linear_jsd", splits=True)
 
 
 def fused_linear_jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -129,7 +129,7 @@ def fused_linear_jsd_cost(
 @public_op(
     reference=fused_linear_jsd_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=OPS.kernel_ops,
+    kernel_ops=KERNEL_OPS.kernel_ops,
     samples=fused_linear_jsd_samples,
     resized=fused_linear_jsd_resized,
     workloads=fused_linear_jsd_workloads,
@@ -198,5 +198,5 @@ def fused_linear_jsd(
 
     Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    (loss,) = OPS({**locals(), "skip_ignored": skip_ignored and labels is not None})
+    (loss,) = KERNEL_OPS({**locals(), "skip_ignored": skip_ignored and labels is not None})
     return loss

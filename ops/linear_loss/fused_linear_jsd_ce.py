@@ -54,7 +54,7 @@ def fused_linear_jsd_ce_reference(
     return divergence + ce_weight * nll, divergence.detach(), nll.detach()
 
 
-OPS = DistillationOps("fused_linear_jsd_ce")
+KERNEL_OPS = DistillationOps("fused_linear_jsd_ce")
 
 
 def fused_linear_jsd_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -111,7 +111,7 @@ def fused_linear_jsd_ce_cost(
 @public_op(
     reference=fused_linear_jsd_ce_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=OPS.kernel_ops,
+    kernel_ops=KERNEL_OPS.kernel_ops,
     samples=fused_linear_jsd_ce_samples,
     resized=fused_linear_jsd_ce_resized,
     workloads=fused_linear_jsd_ce_workloads,
@@ -167,5 +167,5 @@ def fused_linear_jsd_ce(
     https://arxiv.org/abs/2306.13649; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
     check_number("ce_weight", ce_weight, TINY, LARGEST, "a finite positive number")
-    loss, divergence, nll = OPS(locals())
+    loss, divergence, nll = KERNEL_OPS(locals())
     return loss, divergence, nll

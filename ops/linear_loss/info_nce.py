@@ -53,7 +53,7 @@ def info_nce_reference(
     return {"none": loss, "sum": loss.sum(), "mean": loss.mean()}[reduction]
 
 
-OPS = ContrastiveOps("info_nce")
+KERNEL_OPS = ContrastiveOps("info_nce")
 
 
 def info_nce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -129,7 +129,7 @@ def _keys(key: Tensor, negatives: Tensor | None) -> Tensor:
 @public_op(
     reference=info_nce_reference,
     differentiable=("query", "key", "negatives", "scale"),
-    kernel_ops=OPS.kernel_ops,
+    kernel_ops=KERNEL_OPS.kernel_ops,
     samples=info_nce_samples,
     resized=info_nce_resized,
     workloads=info_nce_workloads,
@@ -196,4 +196,4 @@ def info_nce(
     Sources: van den Oord et al., 2018, https://arxiv.org/abs/1807.03748; Radford et al., 2021,
     https://arxiv.org/abs/2103.00020.
     """
-    return OPS(locals())
+    return KERNEL_OPS(locals())

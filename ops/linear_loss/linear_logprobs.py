@@ -83,7 +83,7 @@ def _in_support(support: Tensor, V: int) -> Tensor:
     return mask[..., :V] | (support < 0).all(-1, keepdim=True)
 
 
-OPS = LogprobsOps("linear_logprobs")
+KERNEL_OPS = LogprobsOps("linear_logprobs")
 
 
 def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -179,7 +179,7 @@ def linear_logprobs_plan(input: Tensor, linear_weight: Tensor, target: Tensor, *
 @public_op(
     reference=linear_logprobs_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=OPS.kernel_ops,
+    kernel_ops=KERNEL_OPS.kernel_ops,
     samples=linear_logprobs_samples,
     resized=linear_logprobs_resized,
     workloads=linear_logprobs_workloads,
@@ -261,4 +261,4 @@ def linear_logprobs(
     Sources: `torch.nn.functional.log_softmax`; TRL's `selective_log_softmax` and `entropy_from_logits`,
     https://github.com/huggingface/trl.
     """
-    return OPS(locals())
+    return KERNEL_OPS(locals())

@@ -39,7 +39,7 @@ def linear_topk_reference(
     return logits.log_softmax(-1).gather(-1, indices), indices, logsumexp_reference(logits)
 
 
-OPS = TopkOps("linear_topk")
+KERNEL_OPS = TopkOps("linear_topk")
 
 
 def linear_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -93,7 +93,7 @@ def linear_topk_plan(input: Tensor, linear_weight: Tensor, k: int, **options: An
 @public_op(
     reference=linear_topk_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=OPS.kernel_ops,
+    kernel_ops=KERNEL_OPS.kernel_ops,
     samples=linear_topk_samples,
     resized=linear_topk_resized,
     workloads=linear_topk_workloads,
@@ -153,4 +153,4 @@ def linear_topk(
 
     Sources: `torch.topk` of `torch.nn.functional.log_softmax`.
     """
-    return OPS(locals())
+    return KERNEL_OPS(locals())

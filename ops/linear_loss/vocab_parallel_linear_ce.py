@@ -41,7 +41,7 @@ def vocab_parallel_linear_ce_reference(input: Tensor, linear_weight: Tensor, tar
     return fused_linear_ce_reference(input, linear_weight, target, **options)
 
 
-OPS = CrossEntropyOps("vocab_parallel_linear_ce")
+KERNEL_OPS = CrossEntropyOps("vocab_parallel_linear_ce")
 
 
 def vocab_parallel_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -85,7 +85,7 @@ def vocab_parallel_linear_ce_workloads(device: torch.device, dtype: torch.dtype)
 @public_op(
     reference=vocab_parallel_linear_ce_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=OPS.kernel_ops,
+    kernel_ops=KERNEL_OPS.kernel_ops,
     samples=vocab_parallel_linear_ce_samples,
     resized=fused_linear_ce_resized,
     workloads=vocab_parallel_linear_ce_workloads,
@@ -150,5 +150,5 @@ def vocab_parallel_linear_ce(
 
     Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; `torch.nn.functional.linear_cross_entropy`.
     """
-    (loss,) = OPS.of_shard(locals())
+    (loss,) = KERNEL_OPS.of_shard(locals())
     return loss

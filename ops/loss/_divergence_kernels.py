@@ -117,7 +117,7 @@ PROGRAMS = 8192
 """Enough to fill a GPU several times over: fewer rows are cut into slices."""
 
 
-class Call(NamedTuple):
+class DivergenceArguments(NamedTuple):
     """Two tensors `[..., V]`, of which token each row is, and which divergence."""
 
     input: Tensor
@@ -136,18 +136,20 @@ class Call(NamedTuple):
         return {"FORM": self.mixture.form(), "EXACT": exact, **_block(self.input.shape[-1])}
 
 
-class Rows(NamedTuple):
+class RowFunctions(NamedTuple):
     """Functions for one number a row, its gradient for an incoming one, the sum over all rows with the number
     of them that count, and the gradient of the mean over these or, not divided, of the sum."""
 
-    each: Callable[[Call], Tensor]
-    gradients: Callable[[Tensor, Call], Tensor]
-    parts: Callable[[Call, bool, bool], tuple[Tensor, Tensor, Tensor]]
+    each: Callable[[DivergenceArguments], Tensor]
+    gradients: Callable[[Tensor, DivergenceArguments], Tensor]
+    parts: Callable[[DivergenceArguments, bool, bool], tuple[Tensor, Tensor, Tensor]]
     sum: Callable[[Tensor], Tensor]
     mean: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def _launch(call: Call, slices: int, dx: Tensor | None, denominator: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
+def _launch(
+    call: DivergenceArguments, slices: int, dx: Tensor | None, denominator: Tensor | None, rows: int
+) -> tuple[Tensor, Tensor]:
     x, y = as_rows(call.input), as_rows(call.target)
     M, N = x.shape
     loss, count = (empty((M, slices), torch.float32, x.device) for _ in range(2))
@@ -158,12 +160,12 @@ def _launch(call: Call, slices: int, dx: Tensor | None, denominator: Tensor | No
     return loss, count
 
 
-def _each(call: Call) -> Tensor:
+def _each(call: DivergenceArguments) -> Tensor:
     loss, _ = _launch(call, 1, None, None, 1)
     return loss.view(call.input.shape[:-1])
 
 
-def _parts(call: Call, need_dx: bool, divided: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(call: DivergenceArguments, need_dx: bool, divided: bool) -> tuple[Tensor, Tensor, Tensor]:
     x = call.input
     N = x.shape[-1]
     M = x.numel() // N
@@ -174,7 +176,7 @@ def _parts(call: Call, need_dx: bool, divided: bool) -> tuple[Tensor, Tensor, Te
     return loss, count, dx
 
 
-def _gradients(grad: Tensor, call: Call) -> Tensor:
+def _gradients(grad: Tensor, call: DivergenceArguments) -> Tensor:
     x, y = as_rows(call.input), as_rows(call.target)
     M, N = x.shape
     grad = grad.reshape(-1)
@@ -186,12 +188,12 @@ def _gradients(grad: Tensor, call: Call) -> Tensor:
     return dx
 
 
-def _each_cpu(call: Call) -> Tensor:
+def _each_cpu(call: DivergenceArguments) -> Tensor:
     f, _ = divergence_of_cpu(call.input.float(), call.target.float(), call.mixture.beta)
     return torch.where(call.counts(), f.sum(-1), 0.0)
 
 
-def _parts_cpu(call: Call, need_dx: bool, divided: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _parts_cpu(call: DivergenceArguments, need_dx: bool, divided: bool) -> tuple[Tensor, Tensor, Tensor]:
     x, counts = call.input, call.counts()
     f, df = divergence_of_cpu(x.float(), call.target.float(), call.mixture.beta)
     dx = empty((0,), x.dtype, x.device)
@@ -201,17 +203,19 @@ def _parts_cpu(call: Call, need_dx: bool, divided: bool) -> tuple[Tensor, Tensor
     return torch.where(counts, f.sum(-1), 0.0), counts.float(), dx
 
 
-def _gradients_cpu(grad: Tensor, call: Call) -> Tensor:
+def _gradients_cpu(grad: Tensor, call: DivergenceArguments) -> Tensor:
     _, df = divergence_of_cpu(call.input.float(), call.target.float(), call.mixture.beta)
     dx = torch.where(call.counts().unsqueeze(-1), grad.unsqueeze(-1) * df, 0.0)
     return dx.to(call.input.dtype).contiguous()
 
 
-KERNELS = Rows(_each, _gradients, _parts, sum_to_scalar, mean_of_rows)
-CPU = Rows(_each_cpu, _gradients_cpu, _parts_cpu, torch.sum, mean_of_rows_cpu)
+KERNELS = RowFunctions(_each, _gradients, _parts, sum_to_scalar, mean_of_rows)
+CPU = RowFunctions(_each_cpu, _gradients_cpu, _parts_cpu, torch.sum, mean_of_rows_cpu)
 
 
-def _reduced(rows: Rows, call: Call, reduction: str, need_dx: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _reduced(
+    rows: RowFunctions, call: DivergenceArguments, reduction: str, need_dx: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loss `[...]` or `[]`; what its gradient is still to be divided by, `[]`, or else `[0]`; that gradient.
 
     "total" is the sum, with the denominator of the mean: what processes with some rows each add up first.
@@ -227,7 +231,7 @@ def _reduced(rows: Rows, call: Call, reduction: str, need_dx: bool) -> tuple[Ten
     return rows.sum(loss), rows.sum(count) if reduction == "total" else nothing, dx
 
 
-def _forward_on(rows: Rows) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def _forward_on(rows: RowFunctions) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     def forward(
         input: Tensor,
         target: Tensor,
@@ -237,16 +241,18 @@ def _forward_on(rows: Rows) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         reduction: str,
         need_dx: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _reduced(rows, Call(input, target, labels, Mixture(beta), ignore_index), reduction, need_dx)
+        return _reduced(
+            rows, DivergenceArguments(input, target, labels, Mixture(beta), ignore_index), reduction, need_dx
+        )
 
     return forward
 
 
-def _backward_on(rows: Rows) -> Callable[..., Tensor]:
+def _backward_on(rows: RowFunctions) -> Callable[..., Tensor]:
     def backward(
         grad: Tensor, input: Tensor, target: Tensor, labels: Tensor | None, beta: float, ignore_index: int
     ) -> Tensor:
-        return rows.gradients(grad, Call(input, target, labels, Mixture(beta), ignore_index))
+        return rows.gradients(grad, DivergenceArguments(input, target, labels, Mixture(beta), ignore_index))
 
     return backward
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from llmk.ops.common.math import cap_reference, logsumexp_reference
 from llmk.ops.loss.cross_entropy_cpu import CPU, z_loss_cpu
 from llmk.ops.loss.cross_entropy_kernels import KERNELS, LONGEST_SHORT
-from llmk.ops.loss.cross_entropy_options import Options, RowLoss, check_loss_options
+from llmk.ops.loss.cross_entropy_options import CrossEntropyOptions, RowLoss, check_loss_options
 from llmk.ops.loss.patterns import CROSS_ENTROPY
 from llmk.registry import (
     PARTIAL,
@@ -78,7 +78,7 @@ def cross_entropy_reference(
 
 
 def _forward(
-    rows: RowLoss, input: Tensor, target: Tensor, options: Options, reduction: str
+    rows: RowLoss, input: Tensor, target: Tensor, options: CrossEntropyOptions, reduction: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, `[...]` or `[]`, the denominator of a mean, `[]` or else nothing `[0]`, and each row's maximum and sum.
 
@@ -103,7 +103,9 @@ def _cross_entropy_fwd(
     z_loss: float,
     reduction: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(KERNELS, input, target, Options(weight, ignore_index, label_smoothing, softcap, z_loss), reduction)
+    return _forward(
+        KERNELS, input, target, CrossEntropyOptions(weight, ignore_index, label_smoothing, softcap, z_loss), reduction
+    )
 
 
 def _cross_entropy_bwd(
@@ -118,7 +120,7 @@ def _cross_entropy_bwd(
     softcap: float,
     z_loss: float,
 ) -> Tensor:
-    options = Options(weight, ignore_index, label_smoothing, softcap, z_loss)
+    options = CrossEntropyOptions(weight, ignore_index, label_smoothing, softcap, z_loss)
     return KERNELS.gradients(grad, denominator, input, target, stats, options)
 
 
@@ -129,12 +131,12 @@ cross_entropy_bwd = KernelOp(_cross_entropy_bwd, launch_cached=True)
 @cross_entropy_fwd.register_kernel("cpu")
 def _(input: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *options, reduction = rest
-    return _forward(CPU, input, target, Options(*options), reduction)
+    return _forward(CPU, input, target, CrossEntropyOptions(*options), reduction)
 
 
 @cross_entropy_bwd.register_kernel("cpu")
 def _(grad: Tensor, denominator: Tensor | None, input: Tensor, target: Tensor, stats: Tensor, *options: Any) -> Tensor:
-    return CPU.gradients(grad, denominator, input, target, stats, Options(*options))
+    return CPU.gradients(grad, denominator, input, target, stats, CrossEntropyOptions(*options))
 
 
 @cross_entropy_fwd.register_fake

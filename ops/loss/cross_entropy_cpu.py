@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_cpu, cap_slope_cpu
-from llmk.ops.loss.cross_entropy_options import Options, RowLoss, Rows, counted
+from llmk.ops.loss.cross_entropy_options import CrossEntropyOptions, RowLoss, RowResults, counted
 from llmk.registry import empty
 
 
@@ -42,7 +42,7 @@ def z_loss_cpu(lse: Tensor, z_loss: float) -> Tensor:
     return z_loss * lse * lse
 
 
-def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
+def row_losses_cpu(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> RowResults:
     """`row_losses` in plain PyTorch; on real tensors a target out of range raises."""
     V = logits.shape[-1]
     weight, _, smoothing, _, z_loss = options
@@ -59,7 +59,7 @@ def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
         smooth = w.sum() * logsum + (w * (base.unsqueeze(-1) - x)).sum(-1)
         loss = (1 - smoothing) * loss + smoothing / V * smooth
     loss = torch.where(counts, loss + z_loss_cpu(maximum + logsum, z_loss), 0.0)
-    return Rows(loss, w_t, torch.stack((maximum, total)))
+    return RowResults(loss, w_t, torch.stack((maximum, total)))
 
 
 def row_gradients_cpu(
@@ -68,7 +68,7 @@ def row_gradients_cpu(
     logits: Tensor,
     target: Tensor,
     stats: Tensor,
-    options: Options,
+    options: CrossEntropyOptions,
 ) -> Tensor:
     """`row_gradients` in plain PyTorch."""
     V = logits.shape[-1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from llmk.ops.common.math import LOG2E, cap, cap_slope, everywhere
 from llmk.ops.common.rows import as_rows
 from llmk.ops.common.sums import mean_of_rows, sum_pair, sum_to_scalar
-from llmk.ops.loss.cross_entropy_options import Options, RowLoss, Rows
+from llmk.ops.loss.cross_entropy_options import CrossEntropyOptions, RowLoss, RowResults
 from llmk.registry import cdiv, empty, grid_cap, jit, next_power_of_2, num_programs, wrap_triton
 
 
@@ -354,7 +354,7 @@ def unaligned(*rows: Tensor) -> bool:
     )
 
 
-def row_losses(logits: Tensor, target: Tensor, options: Options) -> Rows:
+def row_losses(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> RowResults:
     """By the kernels, of `[..., V]` logits and `[...]` targets."""
     logits, target = as_rows(logits), target.contiguous()
     M, V = logits.shape
@@ -368,7 +368,7 @@ def row_losses(logits: Tensor, target: Tensor, options: Options) -> Rows:
     else:
         switches = {"SMOOTH": smooth, "UNALIGNED": unaligned(logits)}
         wrap_triton(cross_entropy_kernel)[(M,)](*rows, *sizes, *options.numbers(), **switches, **row_block(V))
-    return Rows(loss, count, stats)
+    return RowResults(loss, count, stats)
 
 
 def row_gradients(
@@ -377,7 +377,7 @@ def row_gradients(
     logits: Tensor,
     target: Tensor,
     stats: Tensor,
-    options: Options,
+    options: CrossEntropyOptions,
 ) -> Tensor:
     """By the kernels, for the gradient of each row `[...]` or of all of them `[]`, divided by `denominator`."""
     gradient = empty(logits.shape, logits.dtype, logits.device)

@@ -18,7 +18,7 @@ from llmk.registry import (
 )
 
 
-class Options(NamedTuple):
+class CrossEntropyOptions(NamedTuple):
     """The options of a cross entropy."""
 
     weight: Tensor | None
@@ -74,7 +74,7 @@ def check_loss_numbers(reduction: str, label_smoothing: float, softcap: float, z
     check_not_negative("z_loss", z_loss)
 
 
-class Rows(NamedTuple):
+class RowResults(NamedTuple):
     """The results of the forward pass for each row, in float32."""
 
     loss: Tensor  # [...], the shape of the target
@@ -85,8 +85,8 @@ class Rows(NamedTuple):
 class RowLoss(NamedTuple):
     """The two directions of the loss of rows, and what makes one number of it."""
 
-    losses: Callable[[Tensor, Tensor, Options], Rows]
-    gradients: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Options], Tensor]
+    losses: Callable[[Tensor, Tensor, CrossEntropyOptions], RowResults]
+    gradients: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, CrossEntropyOptions], Tensor]
     sum: Callable[[Tensor], Tensor]
     mean: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

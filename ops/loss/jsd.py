@@ -22,7 +22,7 @@ from llmk.ops.loss.divergence_math import BETWEEN, Mixture
 from llmk.registry import Cost, Sample, check_number, is_sharded, public_op
 from llmk.registry.devices import runs_kernels
 
-OPS = DivergenceOps("jsd")
+KERNEL_OPS = DivergenceOps("jsd")
 
 
 def _times_log(p: Tensor, log_ratio: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 @public_op(
     reference=jsd_reference,
     differentiable=("input",),
-    kernel_ops=OPS.kernel_ops,
+    kernel_ops=KERNEL_OPS.kernel_ops,
     samples=jsd_samples,
     resized=divergence_resized(torch.log_softmax),
     workloads=divergence_workloads(torch.log_softmax),
@@ -161,4 +161,4 @@ def jsd(
     https://github.com/linkedin/Liger-Kernel, for the meaning of beta at 0 and 1.
     """
     check_number("beta", beta, 0.0, 1.0, "a number from 0 to 1")
-    return OPS(input, target, labels, beta, ignore_index, "mean", is_sharded(input, target))
+    return KERNEL_OPS(input, target, labels, beta, ignore_index, "mean", is_sharded(input, target))

@@ -19,7 +19,7 @@ from llmk.ops.loss._divergence_kernels import DivergenceOps, divergence_resized,
 from llmk.ops.loss.divergence_math import TOTAL_VARIATION
 from llmk.registry import Cost, Sample, check_option, is_sharded, public_op
 
-OPS = DivergenceOps("tvd")
+KERNEL_OPS = DivergenceOps("tvd")
 
 
 def tvd_reference(
@@ -61,7 +61,7 @@ def tvd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 @public_op(
     reference=tvd_reference,
     differentiable=("input",),
-    kernel_ops=OPS.kernel_ops,
+    kernel_ops=KERNEL_OPS.kernel_ops,
     samples=tvd_samples,
     resized=divergence_resized(torch.softmax),
     workloads=divergence_workloads(torch.softmax),
@@ -91,4 +91,4 @@ def tvd(
     https://github.com/linkedin/Liger-Kernel, whose "mean" divides by the number of elements.
     """
     check_option("reduction", reduction, ("none", "mean", "sum"))
-    return OPS(input, target, labels, TOTAL_VARIATION.value, ignore_index, reduction, is_sharded(input, target))
+    return KERNEL_OPS(input, target, labels, TOTAL_VARIATION.value, ignore_index, reduction, is_sharded(input, target))

@@ -19,7 +19,7 @@ from llmk.registry.devices import kernels_on_cpu
 
 NOT_IGNORED = -1
 """An index to ignore that no class has."""
-SPARE = 2
+PADDING_ELEMENTS = 2
 """Elements of `kept_buffer` past the exponentials."""
 
 
@@ -93,7 +93,7 @@ class RowsCall(LinearCall):
         """
         rows = kept_rows(math.prod(self.tokens), self.mean_classes, self.kept_element) if keep else 0
         dtype = torch.float32 if self.kept_element == 4 else self.input.dtype
-        elements = rows * self.kept_columns + SPARE
+        elements = rows * self.kept_columns + PADDING_ELEMENTS
         return torch.empty((elements,), dtype=dtype, device=self.input.device)
 
     @property

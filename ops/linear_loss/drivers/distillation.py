@@ -34,7 +34,7 @@ from llmk.registry import (
 )
 from llmk.registry.record import FLOAT_DTYPES
 
-LEAST = 2.0**-24
+SMALLEST_SIZE = 2.0**-24
 """The smallest size that is measured: float16's smallest number, as logits of that dtype hold no smaller gradient."""
 
 
@@ -67,7 +67,7 @@ def _forward(
         if not call.gradient_is_measured:
             return call.largest_gradient(loss_grads, ce_grads)
         nothing = LinearGradients(student, (False, False, False), call.saved_dtypes)
-        sizes = [torch.full((), LEAST, dtype=torch.float32, device=count.device)]
+        sizes = [torch.full((), SMALLEST_SIZE, dtype=torch.float32, device=count.device)]
         rows.losses(nothing, loss_grads, ce_grads, sizes)
         return torch.stack(sizes).amax()
 

@@ -26,7 +26,7 @@ from llmk.ops.linear_loss.chunked import (
 )
 from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gradients_of
 from llmk.ops.linear_loss.head import DIFFERENTIABLE
-from llmk.ops.linear_loss.kernels import MOST, MOST_SUPPORT, Candidates, Implementation, LogitTransform
+from llmk.ops.linear_loss.kernels import MAX_K, MOST_SUPPORT, Candidates, Implementation, LogitTransform
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows, first_pass, in_forward, second_pass
 from llmk.ops.linear_loss.rows.plan import Plan, fits
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, Statistics
@@ -261,7 +261,7 @@ class LogprobsOps:
 
 
 def check_k(k: int) -> None:
-    check_number("k", k, 1, MOST, f"1 to {MOST}")
+    check_number("k", k, 1, MAX_K, f"1 to {MAX_K}")
 
 
 TOPK_STATISTICS = 2

@@ -6,13 +6,13 @@ from llmk.ops.linear_loss.kernels import _contrastive, _divergence, _logprobs, _
 from llmk.ops.linear_loss.kernels._contrastive import ContrastiveFunctions, Gradients, Products, Similarities
 from llmk.ops.linear_loss.kernels._divergence import CrossEntropyTerm, DivergenceFunctions, Softmaxes
 from llmk.ops.linear_loss.kernels._logprobs import MOST_SUPPORT, STATISTICS, LogitTransform, LogprobFunctions
-from llmk.ops.linear_loss.kernels._topk import MOST, Candidates, TopkFunctions
+from llmk.ops.linear_loss.kernels._topk import MAX_K, Candidates, TopkFunctions
 from llmk.ops.loss import cross_entropy_cpu, cross_entropy_kernels
 from llmk.ops.loss.cross_entropy_options import RowLoss
 
 __all__ = [
     "KERNELS",
-    "MOST",
+    "MAX_K",
     "MOST_SUPPORT",
     "PYTORCH",
     "STATISTICS",

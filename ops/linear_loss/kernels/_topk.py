@@ -38,7 +38,7 @@ from llmk.ops.common.math import LOG2E
 from llmk.ops.linear_loss.kernels._logprobs import STATISTICS, LogitTransform, logit_transform, transform_cpu
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
-MOST = 256
+MAX_K = 256
 """The largest K."""
 LOWEST = tl.constexpr(-(2**31))  # below the order of any number
 HIGHEST = tl.constexpr(2**31 - 1)  # of NaN

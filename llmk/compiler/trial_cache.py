@@ -20,7 +20,7 @@ from torch.fx import Node
 import llmk.accuracy
 from llmk.compiler.patterns import Match, RewritePattern, cast_of, item_of, name_of, value_of
 from llmk.compiler.shrink import symbol_hints
-from llmk.compiler.trial import Question, Untried, difference
+from llmk.compiler.trial import Comparison, Untried, difference
 from llmk.registry.private.compilers import cache_folder, hint_of
 
 VIEWS = frozenset(
@@ -48,14 +48,14 @@ VIEWS = frozenset(
     }
 )
 _known: dict[str, tuple[str, str]] = {}
-"""By the key of a question: the difference, and the reason for which it could not be tried; both may be empty."""
+"""By the key of a comparison: the difference, and the reason for which it could not be tried; both may be empty."""
 
 
 def is_view(node: Node) -> bool:
     return name_of(node) in VIEWS or item_of(node) is not None
 
 
-def answer(
+def cached_difference(
     pattern: RewritePattern, match: Match, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
 ) -> str | None:
     """Return how the replacement differs from the matched nodes; None where it computes the same.
@@ -63,19 +63,19 @@ def answer(
     Raises:
         Untried: They cannot be run with small inputs.
     """
-    question = _question(pattern, match, made, results, news)
-    key = _key(question)
+    comparison = _comparison(pattern, match, made, results, news)
+    key = _key(comparison)
     if key not in _known:
-        _known[key] = _from_file(key) or _tried(question, key)
+        _known[key] = _from_file(key) or _tried(comparison, key)
     differs, untried = _known[key]
     if untried:
         raise Untried(untried)
     return differs or None
 
 
-def _tried(question: Question, key: str) -> tuple[str, str]:
+def _tried(comparison: Comparison, key: str) -> tuple[str, str]:
     try:
-        result = difference(question) or "", ""
+        result = difference(comparison) or "", ""
     except Untried as why:
         result = "", str(why)
     if (path := _file(key)) is not None:
@@ -108,9 +108,9 @@ def _file(key: str) -> Path | None:
     return None if folder is None else Path(folder) / "llmk-trials" / f"{key}.json"
 
 
-def _question(
+def _comparison(
     pattern: RewritePattern, match: Match, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
-) -> Question:
+) -> Comparison:
     order = {node: i for i, node in enumerate(made[0].graph.nodes)} if made else {}
     matched = sorted(_with_what_lies_between(set(match.nodes), made), key=order.__getitem__)
     inputs = [*_inputs_of(matched), *(x for x in _inputs_of(made) if x not in set(matched))]
@@ -120,7 +120,7 @@ def _question(
         if isinstance(node := match.values.get(name), Node):
             indices[node] = match.values[of], axis
     device = next((value_of(x).device.type for x in inputs if isinstance(value_of(x), Tensor)), "cpu")
-    return Question(
+    return Comparison(
         matched=tuple(matched),
         made=tuple(made),
         results=(tuple(results), tuple(news)),
@@ -153,7 +153,7 @@ def _with_what_lies_between(matched: set[Node], made: Sequence[Node]) -> set[Nod
     return matched
 
 
-def _key(question: Question) -> str:
+def _key(comparison: Comparison) -> str:
     """Return a hash of everything that the answer depends on."""
     numbers: dict[Node, int] = {}
     lines: list[str] = []
@@ -165,19 +165,29 @@ def _key(question: Question) -> str:
             return f"[{', '.join(map(show, x))}]"
         return f"{type(x).__name__} {x}"
 
-    for node in (*question.inputs, *question.matched, *question.made):
+    for node in (*comparison.inputs, *comparison.matched, *comparison.made):
         numbers[node] = len(numbers)
         value = value_of(node)
         values = [_described(x) for x in (value if isinstance(value, tuple | list) else [value])]
-        call = "" if node in question.inputs else f"{node.target} {show(node.args)} {show(sorted(node.kwargs.items()))}"
+        call = (
+            "" if node in comparison.inputs else f"{node.target} {show(node.args)} {show(sorted(node.kwargs.items()))}"
+        )
         lines.append(f"{call} {values} {node.meta.get('needs_grad')} {node.meta.get('made', '')}")
     lines.append(
-        show([*question.results[0], *question.results[1], question.ignored, str(question.autocast), *question.sizes])
+        show(
+            [
+                *comparison.results[0],
+                *comparison.results[1],
+                comparison.ignored,
+                str(comparison.autocast),
+                *comparison.sizes,
+            ]
+        )
     )
-    lines += [f"{numbers.get(a)} among {numbers.get(b)} {axis}" for a, (b, axis) in question.indices.items()]
+    lines += [f"{numbers.get(a)} among {numbers.get(b)} {axis}" for a, (b, axis) in comparison.indices.items()]
     lines.append(str(sorted(symbol_hints(list(numbers)).items())))
-    lines.append(str([numbers.get(question.same(node), node.name) for node in question.inputs]))
-    lines += [str(question.default_dtype), torch.__version__, torch.compiler.config.cache_key_tag, _own_code()]
+    lines.append(str([numbers.get(comparison.same(node), node.name) for node in comparison.inputs]))
+    lines += [str(comparison.default_dtype), torch.__version__, torch.compiler.config.cache_key_tag, _own_code()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
