@@ -2,7 +2,7 @@
 
 A promise is one function: it returns when the operator keeps it and raises `BrokenPromise` when not. What it returns is
 a note, if it is a text: something to know that is no fault. The numbers are those of the contract in
-docs/how-it-works.md.
+docs/promises.md.
 """
 
 from collections.abc import Callable, Sequence
