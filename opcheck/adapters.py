@@ -131,6 +131,7 @@ class Adapted:
 
     def __init__(self, operator: Any, form: Form, returns: Sequence[str]) -> None:
         self.operator = operator
+        self.__wrapped__ = operator  # where the kernels are found that its code names
         self.form = form
         flat = form.flat_arguments()
         self._schema = CallSchema(form.name, flat, returns)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmk.opcheck.kernelbench import problem_of
+from llmk.opcheck.process_state import functions
 from llmk.opcheck.runner import require_known
-from llmk.opcheck.signatures import record_of
+from llmk.opcheck.signatures import first_words, record_of
 from llmk.registry import OPS, Op
 
 
@@ -33,7 +35,11 @@ def find_ops(names: Sequence[str]) -> list[Op]:
         if ":" in name:
             found.append(record_of(named(name), origin=name.partition(":")[0]))
             continue
-        ops = [value for value in vars(_load(name)).values() if isinstance(value, Op)]
+        before = functions()
+        module = _load(name)
+        ops = [value for value in vars(module).values() if isinstance(value, Op)]
+        if not ops and hasattr(module, "ModelNew"):
+            ops = [_problem(module, before, name)]
         if not ops:
             raise NotLoaded(f"{name} holds no llmk.registry.Op; name one of its operators: {name}:NAME")
         found += ops
@@ -43,6 +49,13 @@ def find_ops(names: Sequence[str]) -> list[Op]:
         except ValueError as error:
             raise NotLoaded(f"the record {op.name}: unchecked: {error}") from None
     return found
+
+
+def _problem(module: Any, before: dict[str, Any], name: str) -> Op:
+    try:
+        return problem_of(module, before)
+    except Exception as error:  # the problem's own
+        raise NotLoaded(f"{name}: {first_words(error)}") from error
 
 
 def named(name: str) -> Any:

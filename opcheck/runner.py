@@ -180,11 +180,12 @@ def promises_asked(op: Op, device: torch.device, *, first_dtype: bool) -> list[s
 def applies(promise: Promise, op: Op) -> bool:
     """Return False for what only llmk's own promise, and where Dynamo cannot trace an operator.
 
-    It would have to trace interpreted kernels in a function, and it takes no declared alias.
+    It would have to trace interpreted kernels in a function, and it takes no declared alias; some do not claim that.
     """
     if op.is_own:
         return True
     traceable = not returns_alias(op) and (not INTERPRET or registered(op) is not None)
+    traceable = traceable and not (isinstance(op, Unrecorded) and not op.traced)
     return promise not in HABITS and (traceable or promise not in COMPILED)
 
 

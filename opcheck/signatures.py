@@ -35,6 +35,8 @@ class Unrecorded(Op):
     """An operator without a record, from a module that may be known."""
 
     origin: str = ""
+    traced: bool = True
+    """Whether it says that Dynamo traces it, which is then checked."""
 
 
 def unmade(device: torch.device, dtype: torch.dtype) -> list[Sample]:
