@@ -42,6 +42,7 @@ from llmk.opcheck.gradient_promises import (
     strided_gradient,
     undefined_gradients,
 )
+from llmk.opcheck.hub import can_torch_compile, has_backward
 from llmk.opcheck.inputs import (
     MEMORY,
     BrokenPromise,
@@ -279,6 +280,8 @@ PROMISES: tuple[Promise, ...] = (
     every_kernel_ends,
     every_element_written,
     torch_opcheck,
+    has_backward,
+    can_torch_compile,
     values_and_gradients,
     harsh_values,
     fresh_numbers,
@@ -322,6 +325,8 @@ GPU_PROMISES: tuple[Promise, ...] = (cuda_graphs, no_host_sync, other_stream, ot
 
 IN_ONE_DTYPE: frozenset[Promise] = frozenset(
     {
+        has_backward,
+        can_torch_compile,
         undefined_gradients,
         second_derivatives,
         refuses_transforms,
@@ -338,6 +343,9 @@ IN_ONE_DTYPE: frozenset[Promise] = frozenset(
     }
 )
 """Promises about an operator's formulas, not its numbers: checked in the first dtype only."""
+
+OF_LAYERS: frozenset[Promise] = frozenset({has_backward, can_torch_compile})
+"""Promises of the layers of kernel repositories alone."""
 
 HABITS: frozenset[Promise] = frozenset(
     {

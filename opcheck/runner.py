@@ -14,6 +14,7 @@ import torch
 from llmk.opcheck.adapters import adapted, registered, returns_alias
 from llmk.opcheck.availability import BFLOAT16, interprets_bfloat16, what_else_runs_it
 from llmk.opcheck.comparison import HeldAgainst, costs_beside, resolved
+from llmk.opcheck.hub import Layer
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
 from llmk.opcheck.promises import (
     ASKED_ON_A_GPU,
@@ -23,6 +24,7 @@ from llmk.opcheck.promises import (
     HABITS,
     IN_ONE_DTYPE,
     INTERPRETER_PROMISES,
+    OF_LAYERS,
     PROMISES,
     Promise,
 )
@@ -182,6 +184,8 @@ def applies(promise: Promise, op: Op) -> bool:
 
     It would have to trace interpreted kernels in a function, and it takes no declared alias; some do not claim that.
     """
+    if promise in OF_LAYERS and not isinstance(op, Layer):
+        return False
     if op.is_own:
         return True
     traceable = not returns_alias(op) and (not INTERPRET or registered(op) is not None)

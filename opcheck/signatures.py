@@ -184,7 +184,10 @@ def completed(op: Op, device: torch.device, dtypes: Sequence[torch.dtype] | None
 
 
 def _with_samples(op: Op, device: torch.device) -> tuple[Op, str]:
-    form, errors = form_of(overload_of(op.overload)), []
+    try:
+        form, errors = form_of(overload_of(op.overload)), []
+    except (TypeError, ValueError) as error:  # *args, or no signature at all
+        raise NothingToCheck(f"no samples: {error}") from None
     takes = partial(_takes, op, form, device)
     for plan in _PLANS:
         making = _Making(form, plan)
