@@ -9,6 +9,7 @@ import torch
 
 from compile_tests.helpers.kernelbench_problems import CHEATS, HEAD, IN_TRITON, RIGHT
 from llmk.opcheck import check
+from llmk.opcheck.__main__ import _places
 from llmk.opcheck.causes import causes
 from llmk.opcheck.loading import NotLoaded, find_ops
 from llmk.opcheck.reports import notes
@@ -81,3 +82,10 @@ def test_what_a_file_replaces_is_put_back(tmp_path: Path) -> None:
 def test_what_is_no_problem_is_said(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(NotLoaded, match=rf"lacks.py: {words}"):
         checked(tmp_path, "lacks", text)
+
+
+def test_a_finding_is_shown_where_the_module_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("problem.py").write_text(HEAD + CHEATS["constant_of_one_size"][1])
+    line = Path("problem.py").read_text().partition("return x.sum(-1) / 24")[0].count("\n")
+    assert _places(find_ops(["problem.py"])) == {"problem": ("problem.py", line)}
