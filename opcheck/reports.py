@@ -1,4 +1,4 @@
-"""A run's reports: a table and what is broken on a terminal, JSON, the page, JUnit's XML, SARIF, GitHub's annotations."""
+"""A run's reports: a table and what is broken on a terminal, JSON, a page, JUnit's XML, SARIF, GitHub's annotations."""
 
 import datetime
 import json
