@@ -4,6 +4,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -148,6 +149,21 @@ def test_a_build_for_this_torch_comes_before_the_source(tmp_path: Path) -> None:
     assert origins(tmp_path) == {"built"}
     write(tmp_path / "build" / "torch-cpu")
     assert origins(tmp_path) == {"torch-cpu"}
+
+
+def test_a_repository_is_loaded_by_kernels(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What that raises, of the network or of a publisher whom it does not trust, is one line."""
+
+    def get_kernel(name: str, *, revision: str) -> ModuleType:
+        if name != "somebody/kernel":
+            raise RuntimeError(f"{name} is not trusted\nset trust_remote_code")
+        find_ops([f"hub:{repository}"])
+        return sys.modules["my_kernels"]
+
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
+    assert len(find_ops(["hub:somebody/kernel"])) == 8
+    with pytest.raises(NotLoaded, match=r"^hub:nobody/kernel: RuntimeError: nobody/kernel is not trusted$"):
+        find_ops(["hub:nobody/kernel"])
 
 
 def test_what_is_no_repository_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
