@@ -55,7 +55,11 @@ def record_of(operator: Any, origin: str = "") -> Op:
     overload = overload_of(operator)
     if not callable(overload) or isinstance(overload, type):
         raise TypeError(f"op: expected an operator, a function or a llmk.registry.Op, got {operator!r}")
-    name = schema_of(overload).name.rpartition("::")[2] if is_overload(overload) else overload.__name__
+    name = (
+        schema_of(overload).name.rpartition("::")[2]
+        if is_overload(overload)
+        else getattr(overload, "__name__", repr(overload))
+    )
     return Unrecorded(
         name=name, overload=operator, reference=no_reference, samples=unmade, differentiable=(), origin=origin
     )
