@@ -115,7 +115,10 @@ def test_every_file_has_the_same_version() -> None:
     assert project["version"] == cited[1] == llmk.__version__
 
 
-@pytest.mark.parametrize("name", ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"])
+PAGES = ["action.yml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_source_archive_holds_the_pages_of_the_root(unpacked: Path, name: str) -> None:
     assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
 

@@ -7,6 +7,8 @@ USUAL_CAUSES = {
     "long_offsets": "`tl.program_id(0) * stride` without a cast to int64",
     "every_kernel_ends": "a `while` that ends when the data does",
     "every_element_written": "`torch.empty` where the kernel leaves a remainder, or a row that has nothing to do",
+    "has_backward": "a kernel without a formula in a layer that leaves `has_backward` at its default, True",
+    "can_torch_compile": "a kernel that is no registered operator, at which the graph breaks",
     "torch_opcheck": "a fake with another shape, dtype or stride, or a mutation that the schema does not have",
     "values_and_gradients": "a sum in 16 bits, a factor, a formula that cancels",
     "side_effects": "`torch.manual_seed` in a forward pass, or a setting that is not put back",

@@ -58,8 +58,9 @@ def _parser() -> _Parser:
         "ops",
         nargs="*",
         metavar="OP",
-        help="an llmk operator's name; a Python file or module of yours that holds llmk.registry.Op records; or "
-        "MODULE:NAME, a record, an operator or a function there; all of llmk's by default",
+        help="an llmk operator's name; a Python file or module of yours that holds llmk.registry.Op records, or "
+        "Model and ModelNew, a KernelBench problem; MODULE:NAME, a record, an operator or a function there; or "
+        "hub:FOLDER, a kernel repository in Hugging Face's layout; all of llmk's by default",
     )
     parser.add_argument(
         "--reference",
@@ -97,6 +98,7 @@ def _parser() -> _Parser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results as one page for a browser")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the results as JUnit's XML")
+    parser.add_argument("--sarif", type=Path, metavar="FILE", help="write the causes as SARIF, for code scanning")
     parser.add_argument(
         "--sanitize",
         action="store_true",
@@ -368,7 +370,7 @@ def sanitize_all(options: argparse.Namespace) -> list[Result]:
 
 
 def _write(results: Sequence[Result], options: argparse.Namespace) -> None:
-    files = {"as_json": options.json, "as_html": options.html, "as_junit": options.junit}
+    files = {"as_json": options.json, "as_html": options.html, "as_junit": options.junit, "as_sarif": options.sarif}
     about = {"modules": _modules(options.records), "places": _places(options.records)}
     write_reports(results, options.device, **files, **about)
 
@@ -380,15 +382,15 @@ def _modules(ops: Sequence[Op]) -> list[str]:
 
 
 def _places(ops: Sequence[Op]) -> dict[str, Place]:
-    """The files of references below the current directory, and the lines where they begin."""
+    """The files below the current directory of references, or of operators without a record, and where they begin."""
     found: dict[str, Place] = {}
     count = Counter(op.name for op in ops)
     for op in (op for op in ops if count[op.name] == 1):
-        reference = inspect.unwrap(op.reference)
-        if inspect.isfunction(reference):
-            file = Path(reference.__code__.co_filename).resolve()
+        function = inspect.unwrap(op.overload if isinstance(op, Unrecorded) else op.reference)
+        if inspect.isfunction(function):
+            file = Path(function.__code__.co_filename).resolve()
             if file.is_relative_to(Path.cwd()):
-                found[op.name] = str(file.relative_to(Path.cwd())), reference.__code__.co_firstlineno
+                found[op.name] = str(file.relative_to(Path.cwd())), function.__code__.co_firstlineno
     return found
 
 

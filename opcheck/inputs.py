@@ -106,8 +106,8 @@ def with_default_device(device: str) -> Iterator[None]:
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """Return the same values, two elements apart in memory, at an offset."""
-    if tensor.dim() == 0:
+    """Return the same values, two elements apart in memory, at an offset; a module's parameter stays as it lies."""
+    if tensor.dim() == 0 or isinstance(tensor, torch.nn.Parameter):
         return tensor.detach().clone()
     wide = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), dtype=tensor.dtype, device=tensor.device)
     view = wide[..., 1::2]

@@ -14,6 +14,7 @@ import torch
 from llmk.opcheck.availability import BFLOAT16, interprets_bfloat16, what_else_runs_it
 from llmk.opcheck.foreign.adapters import adapted, registered, returns_alias
 from llmk.opcheck.foreign.comparison import HeldAgainst, costs_beside, resolved
+from llmk.opcheck.foreign.hub import Layer
 from llmk.opcheck.foreign.samples import GivenSamples, samples_from
 from llmk.opcheck.foreign.signatures import Unrecorded, completed, record_of
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
@@ -26,6 +27,7 @@ from llmk.opcheck.promises.table import (
     HABITS,
     IN_ONE_DTYPE,
     INTERPRETER_PROMISES,
+    OF_LAYERS,
     PROMISES,
     Promise,
 )
@@ -180,11 +182,14 @@ def promises_asked(op: Op, device: torch.device, *, first_dtype: bool) -> list[s
 def applies(promise: Promise, op: Op) -> bool:
     """Return False for what only llmk's own promise, and where Dynamo cannot trace an operator.
 
-    It would have to trace interpreted kernels in a function, and it takes no declared alias.
+    It would have to trace interpreted kernels in a function, and it takes no declared alias; some do not claim that.
     """
+    if promise in OF_LAYERS and not isinstance(op, Layer):
+        return False
     if op.is_own:
         return True
     traceable = not returns_alias(op) and (not INTERPRET or registered(op) is not None)
+    traceable = traceable and not (isinstance(op, Unrecorded) and not op.traced)
     return promise not in HABITS and (traceable or promise not in COMPILED)
 
 

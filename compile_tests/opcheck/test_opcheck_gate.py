@@ -1,4 +1,4 @@
-"""opcheck as a gate: promises chosen and left out, settings in pyproject.toml, JUnit's XML, GitHub, and pytest."""
+"""opcheck as a gate: promises chosen and left out, settings in pyproject.toml, JUnit, SARIF, GitHub, and pytest."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from compile_tests.helpers.own_op import OWN_OP
 from llmk.opcheck import __main__ as command
 from llmk.opcheck import assert_passes, check
 from llmk.opcheck.__main__ import main, parse
-from llmk.opcheck.report.reports import annotations, junit, notes
+from llmk.opcheck.report.reports import annotations, junit, notes, sarif
 from llmk.opcheck.runner import Result, promises_asked, promises_for
 from llmk.registry import Op, Sample
 
@@ -162,6 +162,30 @@ def test_junit_has_a_case_for_each_promise() -> None:
     assert [skipped.get("message") for skipped in root.iter("skipped")] == ["nothing to check"]
 
 
+def test_sarif_has_a_result_for_each_cause() -> None:
+    """Its rule is the promise, and its place the file and line where the operator's reference begins."""
+    broken = [result(promise=name, passed=False, message=f"{name} is so") for name in ("no_alias", "edge_rows")]
+    elsewhere = result(op="another", promise="no_alias", passed=False, message="shares memory")
+    accepted = result(op="another", passed=False, accepted="known")
+    log = json.loads(json.dumps(sarif([result(), *broken, elsewhere, accepted], {"mine": ("my kernels/op.py", 12)})))
+    assert (log["version"], log["$schema"].endswith("sarif-2.1.0.json")) == ("2.1.0", True)
+    (run,) = log["runs"]
+    driver = run["tool"]["driver"]
+    assert (driver["name"], driver["rules"]) == ("llmk.opcheck", [{"id": "edge_rows"}, {"id": "no_alias"}])
+    assert [(found["ruleId"], found["level"]) for found in run["results"]] == [
+        ("edge_rows", "error"),
+        ("no_alias", "error"),
+        ("no_alias", "error"),
+    ]
+    text = "wrong values: mine float32 (reference) breaks edge_rows:\n  edge_rows is so"
+    assert run["results"][0]["message"] == {"text": text}
+    (place,) = run["results"][0]["locations"]
+    artifact = {"uri": "my%20kernels/op.py"}
+    assert place == {"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": 12}}}
+    assert "locations" not in run["results"][2]
+    assert sarif([result()], {})["runs"][0]["results"] == []
+
+
 def test_annotations_are_workflow_commands() -> None:
     broken = result(promise="no_alias", passed=False, message="100% wrong\nin two lines")
     (line,) = annotations([result(), broken], {"mine": ("kernels/my_op.py", 12)})
@@ -181,6 +205,7 @@ def test_github_gets_annotations_with_the_line_of_the_reference(
     )
     monkeypatch.setattr(command, "check_all", lambda options: [result(passed=False, message="wrong")])
     arguments = ["my_op.py", "--device", "cpu", "--junit", "new/junit.xml", "--json", "report.json"]
+    arguments += ["--sarif", "report.sarif"]
     monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
     assert main(arguments) == 1
     assert "::error" not in capsys.readouterr().out
@@ -189,6 +214,8 @@ def test_github_gets_annotations_with_the_line_of_the_reference(
     assert "::error file=my_op.py,line=5,title=memory%3A mine float32" in capsys.readouterr().out
     assert ElementTree.parse(folder / "new" / "junit.xml").getroot().tag == "testsuites"
     assert len(json.loads((folder / "report.json").read_text())["results"]) == 1
+    (found,) = json.loads((folder / "report.sarif").read_text())["runs"][0]["results"]
+    assert found["locations"][0]["physicalLocation"]["region"] == {"startLine": 5}
 
 
 def test_a_baseline_accepts_with_a_reason(

@@ -96,7 +96,8 @@ class Form:
             positional, named = self.own_arguments(dict(zip(names, args, strict=False)) | kwargs)
             outputs = list(results_in(fn(*positional, **named)))
             given = named | dict(zip((argument.name for argument in self.arguments), positional, strict=False))
-            return outputs + [tensor for name in self.mutated_in_order() for tensor in tensors_in(given.get(name))]
+            mutated = [tensor for name in self.mutated_in_order() for tensor in tensors_in(given.get(name))]
+            return outputs + [tensor for tensor in mutated if all(tensor is not output for output in outputs)]
 
         return call
 
@@ -131,6 +132,7 @@ class Adapted:
 
     def __init__(self, operator: Any, form: Form, returns: Sequence[str]) -> None:
         self.operator = operator
+        self.__wrapped__ = operator  # where the kernels are found that its code names
         self.form = form
         flat = form.flat_arguments()
         self._schema = CallSchema(form.name, flat, returns)
@@ -241,7 +243,8 @@ def _form_of_function(function: Callable[..., Any]) -> Form:
         )
         for parameter in parameters
     ]
-    return Form(getattr(function, "__qualname__", repr(function)), arguments)
+    mutated = frozenset(argument.name for argument in arguments if argument.name == "out")  # as PyTorch calls it
+    return Form(getattr(function, "__qualname__", repr(function)), arguments, mutated)
 
 
 def _written(annotation: Any) -> str:

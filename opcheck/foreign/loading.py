@@ -8,9 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmk.opcheck.foreign.signatures import record_of
+from llmk.opcheck.foreign.hub import ops_of, package_file, repository
+from llmk.opcheck.foreign.kernelbench import problem_of
+from llmk.opcheck.foreign.signatures import first_words, record_of
+from llmk.opcheck.promises.process_state import functions
 from llmk.opcheck.runner import require_known
 from llmk.registry import OPS, Op
+
+HUB = "hub:"
+"""What the folder or the name of a kernel repository begins with."""
 
 
 class NotLoaded(ValueError):
@@ -30,10 +36,17 @@ def find_ops(names: Sequence[str]) -> list[Op]:
         if name in OPS:
             found.append(OPS[name])
             continue
+        if name.startswith(HUB):
+            found += _of_hub(name)
+            continue
         if ":" in name:
             found.append(record_of(named(name), origin=name.partition(":")[0]))
             continue
-        ops = [value for value in vars(_load(name)).values() if isinstance(value, Op)]
+        before = functions()
+        module = _load(name)
+        ops = [value for value in vars(module).values() if isinstance(value, Op)]
+        if not ops and hasattr(module, "ModelNew"):
+            ops = [_problem(module, before, name)]
         if not ops:
             raise NotLoaded(f"{name} holds no llmk.registry.Op; name one of its operators: {name}:NAME")
         found += ops
@@ -43,6 +56,27 @@ def find_ops(names: Sequence[str]) -> list[Op]:
         except ValueError as error:
             raise NotLoaded(f"the record {op.name}: unchecked: {error}") from None
     return found
+
+
+def _of_hub(name: str) -> list[Op]:
+    """The operators of a folder in the layout of a kernel repository, or of a repository of the Hub."""
+    where = name.removeprefix(HUB)
+    try:
+        ops = ops_of(_load(str(package_file(Path(where)))) if Path(where).is_dir() else repository(where))
+    except NotLoaded:
+        raise
+    except ValueError as error:
+        raise NotLoaded(f"{name}: {error}") from error
+    if not ops:
+        raise NotLoaded(f"{name}: the package exports no function, and has no layers")
+    return ops
+
+
+def _problem(module: Any, before: dict[str, Any], name: str) -> Op:
+    try:
+        return problem_of(module, before)
+    except Exception as error:  # the problem's own
+        raise NotLoaded(f"{name}: {first_words(error)}") from error
 
 
 def named(name: str) -> Any:
@@ -62,7 +96,8 @@ def _load(name: str) -> Any:
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise NotLoaded(f"no file {name}")
-        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+        path = Path(name)
+        spec = importlib.util.spec_from_file_location(path.parent.name if path.stem == "__init__" else path.stem, name)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)

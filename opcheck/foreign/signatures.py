@@ -36,6 +36,8 @@ class Unrecorded(Op):
     """An operator without a record, from a module that may be known."""
 
     origin: str = ""
+    traced: bool = True
+    """Whether it says that Dynamo traces it, which is then checked."""
 
 
 def unmade(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -54,7 +56,11 @@ def record_of(operator: Any, origin: str = "") -> Op:
     overload = overload_of(operator)
     if not callable(overload) or isinstance(overload, type):
         raise TypeError(f"op: expected an operator, a function or a llmk.registry.Op, got {operator!r}")
-    name = schema_of(overload).name.rpartition("::")[2] if is_overload(overload) else overload.__name__
+    name = (
+        schema_of(overload).name.rpartition("::")[2]
+        if is_overload(overload)
+        else getattr(overload, "__name__", repr(overload))
+    )
     return Unrecorded(
         name=name, overload=operator, reference=no_reference, samples=unmade, differentiable=(), origin=origin
     )
@@ -183,7 +189,10 @@ def completed(op: Op, device: torch.device, dtypes: Sequence[torch.dtype] | None
 
 
 def _with_samples(op: Op, device: torch.device) -> tuple[Op, str]:
-    form, errors = form_of(overload_of(op.overload)), []
+    try:
+        form, errors = form_of(overload_of(op.overload)), []
+    except (TypeError, ValueError) as error:  # *args, or no signature at all
+        raise NothingToCheck(f"no samples: {error}") from None
     takes = partial(_takes, op, form, device)
     for plan in _PLANS:
         making = _Making(form, plan)

@@ -145,7 +145,11 @@ def _rank(op: Op, sample: Sample) -> int:
 
 
 def _can_be_far(tensor: Tensor) -> bool:
-    return 0 < tensor.numel() < 10_000 and any(size >= 3 for size in tensor.shape[:-1])
+    return (
+        not isinstance(tensor, torch.nn.Parameter)
+        and 0 < tensor.numel() < 10_000
+        and any(size >= 3 for size in tensor.shape[:-1])
+    )
 
 
 def _far_along(tensor: Tensor, axis: int) -> Tensor:

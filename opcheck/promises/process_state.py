@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 """A setting's name in words, and the functions that read and write it."""
 
-_OWNERS = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": torch.Tensor}
+OWNERS: dict[str, Any] = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": torch.Tensor}
+"""Modules and classes whose functions a call may not replace."""
 
 
 def settings() -> dict[str, Any]:
@@ -47,11 +48,11 @@ def restore(values: dict[str, Any]) -> list[str]:
     return changed
 
 
-def functions() -> dict[str, Any]:
-    """PyTorch's functions by name."""
+def functions(owners: Mapping[str, Any] = OWNERS) -> dict[str, Any]:
+    """Return the functions of modules and classes, by name."""
     return {
         f"{owner}.{name}": value
-        for owner, where in _OWNERS.items()
+        for owner, where in owners.items()
         for name, value in vars(where).items()
         if inspect.isroutine(value)
     }
@@ -62,8 +63,8 @@ def restore_functions(values: dict[str, Any]) -> list[str]:
     replaced = []
     for name, value in values.items():
         owner, _, attribute = name.rpartition(".")
-        if vars(_OWNERS[owner]).get(attribute) is not value:
-            setattr(_OWNERS[owner], attribute, value)
+        if vars(OWNERS[owner]).get(attribute) is not value:
+            setattr(OWNERS[owner], attribute, value)
             replaced.append(name)
     return replaced
 

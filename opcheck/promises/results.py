@@ -165,8 +165,8 @@ def no_alias(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def _transposed(tensor: Tensor) -> Tensor:
-    """Return the same values with the last two axes swapped in memory."""
-    if tensor.dim() < 2:
+    """Return the same values with the last two axes swapped in memory; a module's parameter stays as it lies."""
+    if tensor.dim() < 2 or isinstance(tensor, torch.nn.Parameter):
         return tensor.detach().clone()
     return tensor.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from llmk.opcheck.foreign.hub import can_torch_compile, has_backward
 from llmk.opcheck.promises.compiled import (
     clean_graph,
     compiled,
@@ -62,6 +63,8 @@ PROMISES: tuple[Promise, ...] = (
     every_kernel_ends,
     every_element_written,
     torch_opcheck,
+    has_backward,
+    can_torch_compile,
     values_and_gradients,
     harsh_values,
     fresh_numbers,
@@ -105,6 +108,8 @@ GPU_PROMISES: tuple[Promise, ...] = (cuda_graphs, no_host_sync, other_stream, ot
 
 IN_ONE_DTYPE: frozenset[Promise] = frozenset(
     {
+        has_backward,
+        can_torch_compile,
         undefined_gradients,
         second_derivatives,
         refuses_transforms,
@@ -121,6 +126,9 @@ IN_ONE_DTYPE: frozenset[Promise] = frozenset(
     }
 )
 """Promises about an operator's formulas, not its numbers: checked in the first dtype only."""
+
+OF_LAYERS: frozenset[Promise] = frozenset({has_backward, can_torch_compile})
+"""Promises of the layers of kernel repositories alone."""
 
 HABITS: frozenset[Promise] = frozenset(
     {

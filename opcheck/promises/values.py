@@ -17,8 +17,8 @@ from llmk.registry.devices import INTERPRET
 
 ORDINARY = 1000.0
 """A sample with larger numbers is harsh already."""
-WIDTHS = (1, 2, 1025, 4097)
-"""Lengths of rows: a column, two, and past every block."""
+LENGTHS = (1, 2, 1025, 4097)
+"""Of rows and columns: one, two, and past every block."""
 ROWS = (1025,) if INTERPRET else (1025, 4097)
 
 
@@ -165,7 +165,9 @@ def other_sizes(op: Op, samples: Sequence[Sample]) -> str:
     if op.is_own:
         raise NothingToCheck
     note = ""
-    for sample in (*_of_other_widths(op, one_of_each(op, samples)[:1]), *resized(op, samples, ROWS)):
+    first = one_of_each(op, samples)[:1]
+    others = resized(op, samples, ROWS) if op.resized else _of_other_lengths(op, first, 0)
+    for sample in (*_of_other_lengths(op, first, -1), *others):
         with nan_filled():
             outcome = _taken(op, sample)
         if isinstance(outcome, str):
@@ -175,25 +177,28 @@ def other_sizes(op: Op, samples: Sequence[Sample]) -> str:
     return note
 
 
-def _of_other_widths(op: Op, samples: Sequence[Sample]) -> Iterator[Sample]:
-    """The samples with the last axis of their first tensor at another length, and every axis that is as long."""
+def _of_other_lengths(op: Op, samples: Sequence[Sample], axis: int) -> Iterator[Sample]:
+    """The samples with an axis of their first tensor at another length, and every axis that is as long."""
     for sample in samples:
         bound = op.bind(sample)
         first = next(value for value in bound.values() if isinstance(value, Tensor))
-        if first.dim() < 2 or first.shape[-1] in first.shape[:-1]:
+        if first.dim() < 2 or first.shape.count(first.shape[axis]) > 1:
             continue
-        for width in WIDTHS:
-            values = {name: _widened(value, first.shape[-1], width) for name, value in bound.items()}
-            yield rebound(op, sample, values, f"{sample.why}, a width of {width}")
+        for length in LENGTHS:
+            values = {name: _lengthened(value, first.shape[axis], length) for name, value in bound.items()}
+            yield rebound(op, sample, values, f"{sample.why}, {'a width' if axis else 'rows'} of {length}")
 
 
-def _widened(value: Any, width: int, wanted: int) -> Any:
-    """Return a tensor whose axes of one length have another: its numbers again, each moved by up to a quarter."""
-    if not isinstance(value, Tensor):
+def _lengthened(value: Any, length: int, wanted: int) -> Any:
+    """Return a tensor whose axes of one length have another: its numbers again, each moved by up to a quarter.
+
+    A module's parameter has the size that the module gave it.
+    """
+    if not isinstance(value, Tensor) or isinstance(value, torch.nn.Parameter):
         return value
     for axis, size in enumerate(value.shape):
-        if size == width:
-            value = value.index_select(axis, torch.arange(wanted, device=value.device) % width)
+        if size == length:
+            value = value.index_select(axis, torch.arange(wanted, device=value.device) % length)
     if not value.is_floating_point():
         return value
     generator = torch.Generator().manual_seed(wanted)

@@ -20,6 +20,7 @@ KINDS = ("wrong values", "wrong gradients", "memory", "side effects", "compile",
 
 _PROMISES_OF = {
     "wrong gradients": (
+        "has_backward",
         "finite_gradients",
         "second_backward",
         "scaled_gradient",
@@ -46,6 +47,7 @@ _PROMISES_OF = {
     "side effects": ("side_effects",),
     "compile": (
         "torch_opcheck",
+        "can_torch_compile",
         "compiled",
         "compiled_samples",
         "compiled_shapes",

@@ -1,4 +1,4 @@
-"""A run's reports: the table and what is broken on a terminal, JSON, the page, JUnit's XML and GitHub's annotations."""
+"""A run's reports: a table and what is broken on a terminal, JSON, a page, JUnit's XML, SARIF, GitHub's annotations."""
 
 import datetime
 import json
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from xml.etree import ElementTree
 
 import torch
@@ -125,6 +126,25 @@ def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
+def sarif(results: Sequence[Result], places: Mapping[str, Place]) -> dict[str, Any]:
+    """SARIF 2.1.0, which code scanning reads: a result for each cause, whose rule is the promise."""
+    found = causes(results)
+    rules = [{"id": promise} for promise in sorted({cause.first.promise for cause in found})]
+    driver = {"name": "llmk.opcheck", "version": llmk.__version__, "rules": rules}
+    listed = []
+    for cause in found:
+        entry = {"ruleId": cause.first.promise, "level": "error", "message": {"text": str(cause)}}
+        if cause.first.op in places:
+            file, line = places[cause.first.op]
+            place = {"artifactLocation": {"uri": quote(file)}, "region": {"startLine": line}}
+            entry["locations"] = [{"physicalLocation": place}]
+        listed.append(entry)
+    return {"$schema": _SARIF, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": listed}]}
+
+
+_SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
 def write_reports(
     results: Sequence[Result],
     device: torch.device,
@@ -132,6 +152,7 @@ def write_reports(
     as_json: Path | None,
     as_html: Path | None,
     as_junit: Path | None,
+    as_sarif: Path | None,
     modules: Sequence[str] = (),
     places: Mapping[str, Place] | None = None,
 ) -> None:
@@ -140,6 +161,7 @@ def write_reports(
         (as_json, lambda: json.dumps(about, indent=1) + "\n"),
         (as_html, lambda: page(about)),
         (as_junit, lambda: junit(results)),
+        (as_sarif, lambda: json.dumps(sarif(results, places or {}), indent=1) + "\n"),
     ):
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
