@@ -156,7 +156,7 @@ def test_llama_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lightning = pytest.importorskip("lightning")
     page = module_of_page("llmk_lightning", "lightning", tmp_path, monkeypatch)
-    batches = [{"input_ids": TOKENS, "labels": TOKENS}] * 2
+    batches: Any = [{"input_ids": TOKENS, "labels": TOKENS}] * 2
     options = {"accelerator": "cpu", "max_steps": 2, "logger": False, "enable_checkpointing": False}
     weights = []
     original = small_llama()
