@@ -103,10 +103,16 @@ def is_sharded(*tensors: torch.Tensor) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
-def foreign_kind(tensor: torch.Tensor) -> str | None:
-    """Return the name of a tensor's class where that is none of PyTorch's own, else None.
+PLAIN_MODULES = ("torch.nn.parameter.", "torch._subclasses.", "torch.distributed.")
+"""Where the classes of tensors that hold plain numbers are, besides `torch`: parameters, what traces see, shards."""
 
-    Such a subclass computes in its own way: a quantized weight of torchao's is one, which takes products over.
+
+def foreign_kind(tensor: torch.Tensor) -> str | None:
+    """Return the name of the class of a tensor, or of what a DTensor holds, that computes in its own way, else None.
+
+    A quantized weight of torchao's is one, which takes products over; so is a masked or a sparse tensor of PyTorch's.
     """
-    cls = type(tensor)
-    return None if cls.__module__.partition(".")[0] == "torch" else f"{cls.__module__}.{cls.__qualname__}"
+    held: Any = tensor
+    cls = type(held._local_tensor if is_sharded(tensor) else tensor)
+    module = f"{cls.__module__}."
+    return None if module == "torch." or module.startswith(PLAIN_MODULES) else f"{module}{cls.__qualname__}"

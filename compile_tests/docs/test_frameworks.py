@@ -130,3 +130,64 @@ def test_axolotl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     plugins.post_model_build({}, model)
     assert "fused_linear_ce" in capsys.readouterr().out
     require_same(step(model, lambda model: model(input_ids=TOKENS, labels=TOKENS).loss), plain)
+
+
+def small_llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
+
+
+def model_loss(model: nn.Module) -> Tensor:
+    return model(input_ids=TOKENS, labels=TOKENS).loss
+
+
+def test_llama_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = pytest.importorskip("llamafactory.v1.plugins.model_plugins.kernels.interface")
+    model = small_llama()
+    plain = step(model, model_loss)
+    module_of_page("llmk_factory", "llamafactory", tmp_path, monkeypatch)
+    kernels.KernelPlugin("llmk")(model=model, include_kernels="auto")
+    assert "fused_linear_ce" in capsys.readouterr().out
+    require_same(step(model, model_loss), plain)
+    assert model(input_ids=TOKENS).logits.shape == (2, 16, 256)
+
+
+def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = pytest.importorskip("lightning")
+    page = module_of_page("llmk_lightning", "lightning", tmp_path, monkeypatch)
+    batches: Any = [{"input_ids": TOKENS, "labels": TOKENS}] * 2
+    options = {"accelerator": "cpu", "max_steps": 2, "logger": False, "enable_checkpointing": False}
+    weights = []
+    original = small_llama()
+    for configured in (page.LlmkModule.configure_model, lambda self: None):
+        monkeypatch.setattr(page.LlmkModule, "configure_model", configured)
+        module = page.LlmkModule(small_llama())
+        module.model.load_state_dict(original.state_dict())
+        trainer = lightning.Trainer(**options, enable_progress_bar=False, enable_model_summary=False)
+        trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+        weights.append([p.detach() for p in module.model.parameters()])
+        assert (module.model(input_ids=TOKENS, labels=TOKENS).logits is None) == (len(weights) == 1)
+    require_same(*weights)
+    assert not torch.equal(weights[0][0], original.model.embed_tokens.weight)
+
+
+def test_nemo_automodel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the function that its recipes call with every loss."""
+    utils = pytest.importorskip("nemo_automodel.components.loss.utils")
+    masked = pytest.importorskip("nemo_automodel.components.loss.masked_ce")
+    page = module_of_page("llmk_automodel", "nemo_automodel", tmp_path, monkeypatch)
+    model = small_llama()
+    labels = TOKENS.masked_fill(torch.arange(16) < 3, -100)
+    count = int((labels != -100).sum())
+
+    def loss(loss_fn: nn.Module) -> Callable[[nn.Module], Tensor]:
+        def called(model: Any) -> Tensor:
+            output = model(input_ids=TOKENS, output_hidden_states=True)
+            given = {"logits": output.logits, "hidden_states": output.hidden_states[-1], "model": model}
+            return utils.calculate_loss(loss_fn, **given, labels=labels, num_label_tokens=count)
+
+        return called
+
+    plain = step(model, loss(masked.MaskedCrossEntropy()))
+    require_same(step(model, loss(page.LlmkLinearCrossEntropy())), plain)

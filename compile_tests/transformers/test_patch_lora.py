@@ -17,7 +17,7 @@ peft = pytest.importorskip("peft", "0.16")
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 from compile_tests.helpers.backend_checks import require_right  # noqa: E402
-from compile_tests.helpers.families import small_model, tokens  # noqa: E402
+from compile_tests.helpers.families import assert_same_training, small_model, tokens  # noqa: E402
 from llmk.accuracy.neighbours import Change  # noqa: E402
 from llmk.transformers import Report, patch  # noqa: E402
 from tools.families_sweep import built  # noqa: E402
@@ -336,6 +336,21 @@ def test_a_whole_copy_of_the_projection():
     assert "ModulesToSaveWrapper is not a plain linear layer" in report.left["base_model.model"]
     patch(late, **ALONE)
     require_logits(adapted(late, **options), original, r"is now of peft\.utils\.other\.ModulesToSaveWrapper")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_trainable_tokens(tied: bool):
+    """A tied projection has the trained rows too; one of its own is a plain layer."""
+    options = {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]}
+    model = small_model("Llama", use_cache=False, tie_word_embeddings=tied)
+    original = adapted(copy.deepcopy(model), **options)
+    changed = adapted(model, **options)
+    report = patch(changed, **ALONE)
+    if tied:
+        assert "TrainableTokensWrapper is not a plain linear layer" in report.left["base_model.model"]
+    else:
+        assert "base_model.model" not in report.left
+    assert_same_training(changed, original, input_ids=tokens(2, 7))
 
 
 @pytest.mark.parametrize("part", ["", "base_layer", "lora_B.default"])

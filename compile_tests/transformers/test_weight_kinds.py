@@ -1,17 +1,26 @@
 """Weights of a tensor subclass, which may be quantized: what computes with them is left, and the report says so."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.masked import masked_tensor
+from torch.nn.utils import parametrize
+from torch.testing._internal.two_tensor import TwoTensor
 
 transformers = pytest.importorskip("transformers")
 
 from compile_tests.helpers.families import assert_same_training, pair, small_model, tokens  # noqa: E402
 from llmk import functional, losses  # noqa: E402
+from llmk.registry import foreign_kind  # noqa: E402
 from llmk.transformers import patch  # noqa: E402
 
 
@@ -146,6 +155,68 @@ CALLS: dict[str, Any] = {
     "sft": lambda w: losses.sft(x, w, target),
     "dpo": lambda w: losses.dpo(x, w, target, ref_logps=torch.zeros(2)),
 }
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """This process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_loss_of_a_dtensor_names_the_class_of_what_it_holds(name: str, mesh: DeviceMesh) -> None:
+    """As FSDP2 holds weights of torchao's."""
+    with torch.device("cpu"):
+        held = DTensor.from_local(weight.as_subclass(Watched), mesh, [Shard(0)])
+        with pytest.raises(TypeError, match=r"linear_weight: expected a plain tensor or a DTensor, got a .*\.Watched"):
+            CALLS[name](held)
+
+
+def test_which_kinds_compute_in_their_own_way(mesh: DeviceMesh) -> None:
+    plain = torch.randn(4, 8)
+    sharded = DTensor.from_local(plain, mesh, [Shard(0)])
+    fake = FakeTensorMode().from_tensor(plain)
+    for own in (plain, nn.Parameter(plain), nn.Buffer(plain), sharded, nn.Parameter(sharded), fake):
+        assert foreign_kind(own) is None
+    watched = plain.as_subclass(Watched)
+    for foreign in (watched, nn.Parameter(watched), DTensor.from_local(watched, mesh, [Shard(0)]), Rounded.of(plain)):
+        assert "test_weight_kinds." in (foreign_kind(foreign) or "")
+    with pytest.warns(UserWarning, match="prototype"):
+        masked = masked_tensor(plain, plain > 0)
+    assert foreign_kind(masked) == "torch.masked.maskedtensor.core.MaskedTensor"
+    assert foreign_kind(TwoTensor(plain, plain)) == "torch.testing._internal.two_tensor.TwoTensor"
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.norm"])
+@pytest.mark.parametrize("first", ["patch", "parametrize"])
+def test_parametrized_weights_are_fused(name: str, first: str) -> None:
+    """Such a weight is computed whenever it is read, and is a plain tensor."""
+
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    model = small_model("Llama", tie_word_embeddings=False)
+    original = copy.deepcopy(model)
+    report = patch(model) if first == "patch" else None
+    for m in (model, original):
+        parametrize.register_parametrization(m.get_submodule(name), "weight", Doubled())
+    report = report or patch(model)
+    ids = tokens(2, 7)
+    assert_same_training(model, original, input_ids=ids)
+    assert model(input_ids=ids, labels=ids).logits is None
+    assert name not in report.fell_back.keys() | report.left.keys()
+
+
+@pytest.mark.filterwarnings("ignore:llmk:UserWarning")
+def test_a_projection_in_a_dtensor_of_another_kind(mesh: DeviceMesh) -> None:
+    model = small_model("Llama", tie_word_embeddings=False)
+    held = DTensor.from_local(model.lm_head.weight.detach().as_subclass(Watched), mesh, [Replicate()])
+    del model.lm_head.weight  # a parameter would be a detached DTensor, whose part is no Watched any more
+    model.lm_head.weight = held
+    assert f"a weight is a {__name__}.Watched" in patch(model).left[""]
 
 
 @pytest.mark.parametrize("name", CALLS)
