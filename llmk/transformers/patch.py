@@ -28,6 +28,7 @@ from llmk.transformers.loss import FusedLoss, Head, find_loss
 from llmk.transformers.masks import find_masks
 from llmk.transformers.mixtures import Experts, find_experts
 from llmk.transformers.norms import Norm, find_norm
+from llmk.transformers.packed_rows import find_packed_rows
 from llmk.transformers.probe import Differs, identity
 from llmk.transformers.recurrences import RECURRENCES, Recurrence
 from llmk.transformers.report import REPORT, Entry, Report
@@ -180,6 +181,7 @@ class Plan:
                 self._find_edits(name, module, "forward", finders | more)
             if "mlp" in finders and module not in self.whole and hasattr(type(module), GATE):
                 self._find_edits(name, module, GATE, {"experts": finders["mlp"]})
+        self._find_packed_rows(causal)
 
     def _why_not(self, module: nn.Module, method: str) -> str | None:
         """The reason for which a module cannot be given another class."""
@@ -253,6 +255,27 @@ class Plan:
                 self.changes.setdefault(linear_of(module.get_submodule(edit.path)), []).append(Head())
                 for inner, change in edit.inner:
                     self._change_whole(module.get_submodule(inner), Rewrite((change,)))
+
+    def _find_packed_rows(self, causal: set[nn.Module]) -> None:
+        """Tell the layers of hybrids where the sequences of a row begin."""
+        replaced: dict[str, set[str]] = {}
+        for entry in self.entries:
+            if entry.replaced and entry.kind in ("convolution", "recurrence"):
+                replaced.setdefault(entry.name, set()).add(entry.kind)
+        for name, edit in find_packed_rows(self.modules, replaced, causal):
+            module = self.modules[name]
+            changes = self.changes.get(module, [])
+            before = next((c for c in changes if isinstance(c, Rewrite) and c.method == "forward"), Rewrite(()))
+            change = Rewrite((*before.edits, edit))
+            try:
+                if why := self._why_not(module, "forward"):
+                    raise CannotRewrite(why)
+                change.methods(type(module))
+            except CannotRewrite as why:
+                self._leave(name, edit.kind, module, why)
+                continue
+            self.changes[module] = [*(c for c in changes if c is not before), change]
+            self.entries.append(Entry(name, edit.kind, type(module).__name__, edit.why_not is None, edit.what))
 
     def classes(self) -> list[tuple[nn.Module, type]]:
         """The modules that change, and what they become."""
