@@ -271,6 +271,17 @@ def causal_conv1d_workloads(device: torch.device, dtype: torch.dtype) -> Iterato
         yield Sample(args, {"activation": "silu"}, why=f"{B}x{T}x{D}")
 
 
+def check_filter(weight: Tensor, bias: Tensor | None, activation: str | None, input: Tensor) -> None:
+    """Check the filter of a convolution, and what follows it, for an input `[B, D, ...]`."""
+    if weight.dim() != 2 or not 2 <= weight.shape[1] <= MOST_TAPS:
+        raise ValueError(f"weight: expected shape [D, K] with K from 2 to {MOST_TAPS}, got {tuple(weight.shape)}")
+    D, K = input.shape[1], weight.shape[1]
+    check_parameter("weight", weight, (D, K), "the channels of input, and taps", "input", input)
+    check_parameter("bias", bias, (D,), "the channels of input", "input", input)
+    if activation is not None:
+        check_option("activation", activation, ("silu", "swish"))
+
+
 @public_op(
     reference=causal_conv1d_reference,
     differentiable=("input", "weight", "bias", "initial_state"),
@@ -322,14 +333,8 @@ def causal_conv1d(
     check_dtype("input", input)
     if input.dim() != 3 or 0 in input.shape[1:]:
         raise ValueError(f"input: expected shape [B, D, T] with D and T at least 1, got {tuple(input.shape)}")
-    B, D, T = input.shape
-    if weight.dim() != 2 or not 2 <= weight.shape[1] <= MOST_TAPS:
-        raise ValueError(f"weight: expected shape [D, K] with K from 2 to {MOST_TAPS}, got {tuple(weight.shape)}")
-    K = weight.shape[1]
-    check_parameter("weight", weight, (D, K), "the channels of input, and taps", "input", input)
-    check_parameter("bias", bias, (D,), "the channels of input", "input", input)
-    if activation is not None:
-        check_option("activation", activation, ("silu", "swish"))
+    check_filter(weight, bias, activation, input)
+    (B, D, T), K = input.shape, weight.shape[1]
     if sequence_ids is not None:
         check_dtype("sequence_ids", sequence_ids, (torch.int32, torch.int64))
         check_shape("sequence_ids", sequence_ids, (B, T), "batch and tokens of input")
