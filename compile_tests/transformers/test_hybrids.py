@@ -24,6 +24,7 @@ from compile_tests.helpers.families import (  # noqa: E402
     small_model,
     tokens,
 )
+from compile_tests.helpers.first_actions import Operators  # noqa: E402
 from compile_tests.helpers.recurrence_functions import (  # noqa: E402
     OTHER_DELTA_RULES,
     OTHER_SCANS,
@@ -37,6 +38,10 @@ from tools.families_sweep import built  # noqa: E402
 DELTA_RULES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp", "OlmoHybrid", "KimiLinear", "BailingHybrid")
 SCANS = ("Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2")
 OPERATORS = dict.fromkeys(DELTA_RULES, "gated_delta_rule") | dict.fromkeys(SCANS, "gated_linear_attention")
+FOUND = {
+    "gated_delta_rule": "gated_delta_rule, gated_delta_rule_step",
+    "gated_linear_attention": "gated_linear_attention",
+}
 PLAIN: dict[str, Any] = {
     "torch_chunk_gated_delta_rule": DeltaRule(),
     "chunk_kimi_delta_attention": DeltaRule(),
@@ -64,7 +69,7 @@ def pair(family: str) -> tuple[Any, Any]:
     original = small_model(family) if family in FAMILIES else built(getattr(transformers, f"{family}ForCausalLM"))
     model = copy.deepcopy(original)
     found = {e.text for e in patch(model).entries if e.kind == "recurrence"}
-    assert found == {OPERATORS[family]}
+    assert found == {FOUND[OPERATORS[family]]}
     return model, original
 
 
@@ -229,6 +234,21 @@ def test_a_hybrid_goes_on_from_its_cache_as_before(family: str):
             rest = m(ids[:, 6:], attention_mask=mask, use_cache=True, **cache)
             results.append(torch.cat([first.logits, rest.logits], 1)[mask.bool()])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "KimiLinear", "Bamba"])
+def test_tokens_are_generated_by_steps(family: str):
+    """Each layer calls the operators of one token, which leave the states that its own functions leave."""
+    model, original = (m.eval() for m in pair(family))
+    ids, results = tokens(2, 12) % 97 + 2, []
+    with torch.no_grad(), Operators() as seen:
+        for m in (model, original):
+            cache = m(ids[:, :9], use_cache=True).past_key_values
+            steps = [m(token, past_key_values=cache, use_cache=True).logits for token in ids[:, 9:].split(1, 1)]
+            results.append(torch.cat(steps, 1))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert seen.found["_causal_conv1d_step_fwd.default"] == 3
+    assert seen.found["_gated_delta_rule_step_fwd.default"] == (0 if family == "Bamba" else 3)
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5", "FalconH1"])

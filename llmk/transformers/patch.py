@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -30,11 +31,12 @@ from llmk.transformers.mixtures import Experts, find_experts
 from llmk.transformers.norms import Norm, find_norm
 from llmk.transformers.packed_rows import find_packed_rows
 from llmk.transformers.probe import Differs, identity
-from llmk.transformers.recurrences import RECURRENCES, Recurrence
+from llmk.transformers.recurrences import DeltaRule, Recurrence, Scan, WholeLayer
 from llmk.transformers.report import REPORT, Entry, Report
 from llmk.transformers.residuals import Residual
 from llmk.transformers.rewrite import CannotRewrite, Edit, Rewrite, Source, source_of
 from llmk.transformers.rotary import RopeFinder
+from llmk.transformers.steps import CausalConv1dStep, DeltaRuleStep
 
 Finder = Callable[[nn.Module, Source], Edit | None]
 KINDS = {
@@ -49,6 +51,16 @@ KINDS = {
     "masks": "mask",
 }
 """The kinds of replacements, by the option of `patch` for each."""
+CONVOLUTIONS = CausalConv1d(), CausalConv1dStep()
+RECURRENCES = (
+    *(
+        rule(grouped, channels)
+        for rule, channels, grouped in product((DeltaRule, DeltaRuleStep), (False, True), (True, False))
+    ),
+    Scan(),
+    WholeLayer(),
+)
+"""The forms that a function is tried for, in this order."""
 REPLACED = "its forward was replaced already: patch() the model before whatever did that"
 
 
@@ -85,8 +97,9 @@ def patch(
         experts: The experts of mixtures in packed weights, whole.
         rope: The rotary embedding of queries and keys.
         residuals: A residual sum and the RMSNorm that follows it, in one.
-        convolutions: The short causal convolution before a recurrence.
-        recurrences: The gated delta rule, also Kimi Linear's, and the scan of Mamba-2, over chunks of tokens.
+        convolutions: The short causal convolution before a recurrence, and its update by one token.
+        recurrences: The gated delta rule, also Kimi Linear's, over chunks of tokens and by one token, and the scan of
+            Mamba-2 over chunks.
         loss: The output projection and the causal language model's loss, in one.
         masks: With `scaled_dot_product_attention`, no causal mask where neither padding nor packing needs one, also
             when a compiler traces the model.
@@ -168,7 +181,7 @@ class Plan:
             "mlp": GateFinder(),
             "rope": RopeFinder(),
             "residual": self._residual,
-            "convolution": CallFinder(Convolution, CausalConv1d()),
+            "convolution": CallFinder(Convolution, *CONVOLUTIONS),
             "recurrence": CallFinder(Recurrence, *RECURRENCES),
             "mask": find_masks,
         }
