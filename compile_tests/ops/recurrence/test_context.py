@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from compile_tests.helpers.rank_processes import errors_of_ranks
-from compile_tests.ops.recurrence.test_recurrence import inputs
+from compile_tests.helpers.recurrences import inputs
 from llmk import functional
 from llmk.nn import CausalConv1d
 from llmk.opcheck.accuracy import accuracy_violation

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_tests.ops.recurrence.test_recurrence import REFERENCES, inputs, per_channel_or_head, token_by_token
+from compile_tests.helpers.recurrences import REFERENCES, inputs, per_channel_or_head, token_by_token
 from llmk import functional
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.ops.convolution.causal_conv1d import causal_conv1d_reference
