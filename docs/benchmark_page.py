@@ -68,7 +68,7 @@ ELSEWHERE = {
 }
 """Where an operator was measured that has no table of its own, or not only that."""
 _CHUNKED = [
-    "to generate one token at a time: the operator works on chunks of 64 tokens",
+    "to generate one token at a time: the operator works on chunks of 64, that with `_step` after its name on one",
     "heads with more than 256 features for keys or values: the operator refuses them",
 ]
 LIMITS = {

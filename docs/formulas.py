@@ -16,6 +16,8 @@ FORMULAS = {
     "relu_squared": r"y = \max(x, 0)^2",
     "rms_norm_gated": r"y = \frac{x}{\mathrm{rms}(x)}\,w\,f(g), \qquad f = \mathrm{silu} \text{ or } \sigma",
     "causal_conv1d": r"y_t = f\left(b + \sum_{k=1}^{K} w_k\, x_{t-K+k}\right), \qquad f = \mathrm{silu} \text{ or } 1",
+    "causal_conv1d_step": r"y = f\left(b + \sum_{k=1}^{K} w_k\, x_k\right), \qquad "
+    r"f = \mathrm{silu} \text{ or } 1",
     "poly_norm": r"y = b + \sum_{k=1}^{3} \frac{w_k\, x^{4-k}}{\mathrm{rms}(x^{4-k})}",
     "dyt": r"y_i = w_i \tanh(\alpha x_i) + b_i",
     "linear_act": r"y = f(x W^\top + b)",
@@ -23,6 +25,10 @@ FORMULAS = {
     r"D_t = e^{g_t} S_{t-1} \text{ or } \mathrm{diag}(e^{g_t})\, S_{t-1}, \qquad o_t = s\, S_t^\top q_t",
     "gated_linear_attention": r"S_t = e^{g_t} S_{t-1} + k_t v_t^\top \text{ or } "
     r"\mathrm{diag}(e^{g_t})\, S_{t-1} + k_t v_t^\top, \qquad o_t = s\, S_t^\top q_t",
+    "gated_delta_rule_step": r"S' = D + \beta\, k \left(v - D^\top k\right)^\top, \qquad "
+    r"D = e^{g} S \text{ or } \mathrm{diag}(e^{g})\, S, \qquad o = s\, S'^\top q",
+    "gated_linear_attention_step": r"S' = e^{g} S + k v^\top \text{ or } "
+    r"\mathrm{diag}(e^{g})\, S + k v^\top, \qquad o = s\, S'^\top q",
     "rope": r"y = x \cos\theta + \mathrm{rotate}(x) \sin\theta",
     "qk_norm_rope": r"n = \mathrm{rmsnorm}(x)\,w, \qquad y = n \cos\theta + \mathrm{rotate}(n) \sin\theta",
     "cross_entropy": r"\ell = \log \sum_v e^{x_v} - x_t",

@@ -14,6 +14,7 @@ from llmk.registry import Op, Sample
 OUTPUTS = {
     "add_rms_norm": ("y", "h"),
     "causal_conv1d": ("y", "final_state"),
+    "causal_conv1d_step": ("y", "next_state"),
     "ce_tvd": ("ce", "tvd"),
     "fused_linear_ce_metrics": ("loss", "entropy", "correct"),
     "fused_linear_distill": ("loss", "divergences", "ce"),
@@ -21,7 +22,9 @@ OUTPUTS = {
     "fused_linear_policy": ("loss", "logprobs", "entropy"),
     "fused_linear_preference": ("loss", "logprobs", "entropy"),
     "gated_delta_rule": ("y", "final_state"),
+    "gated_delta_rule_step": ("y", "next_state"),
     "gated_linear_attention": ("y", "final_state"),
+    "gated_linear_attention_step": ("y", "next_state"),
     "linear_logprobs": ("logprobs", "entropy"),
     "linear_topk": ("logprobs", "indices", "logsumexp"),
     "moe_permute": ("rows", "places", "ends"),

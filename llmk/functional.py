@@ -4,6 +4,7 @@
 """
 
 from llmk.ops.convolution.causal_conv1d import causal_conv1d
+from llmk.ops.convolution.causal_conv1d_step import causal_conv1d_step
 from llmk.ops.embedding.embedding import embedding
 from llmk.ops.experts.grouped_linear import grouped_linear
 from llmk.ops.experts.moe_experts import moe_experts
@@ -40,6 +41,7 @@ from llmk.ops.pointwise.gated_units import geglu, swiglu
 from llmk.ops.pointwise.relu_squared import relu_squared
 from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule
 from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention
+from llmk.ops.recurrence.steps import gated_delta_rule_step, gated_linear_attention_step
 from llmk.ops.rotary.qk_norm_rope import qk_norm_rope
 from llmk.ops.rotary.rope import rope
 from llmk.ops.softmax.attention_residual import attention_residual
@@ -52,6 +54,7 @@ __all__ = [
     "add_rms_norm",
     "attention_residual",
     "causal_conv1d",
+    "causal_conv1d_step",
     "ce_tvd",
     "cross_entropy",
     "dyt",
@@ -64,7 +67,9 @@ __all__ = [
     "fused_linear_policy",
     "fused_linear_preference",
     "gated_delta_rule",
+    "gated_delta_rule_step",
     "gated_linear_attention",
+    "gated_linear_attention_step",
     "geglu",
     "giou_loss",
     "group_norm",

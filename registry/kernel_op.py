@@ -35,6 +35,8 @@ class KernelOp:
     - on a CPU the function given to `register_kernel("cpu")`, plain PyTorch, which Inductor fuses like any other;
     - on a CPU with TRITON_INTERPRET=1 the function itself, its kernels in Triton's interpreter.
 
+    An op that needs no kernel gives one function of plain PyTorch for all of them.
+
     In plain eager mode a call goes straight to an `autograd.Function` around the same body and formula: the way through
     the dispatcher would cost several times the launch. Everything that needs the dispatcher gets it.
 
@@ -85,6 +87,11 @@ class KernelOp:
         schema = schema_of(self.overload)
         depends_on = [self._names()] * len(schema.returns)
         self._differentiate(self._refuse_double_backward, _save_nothing, depends_on, takes_none=True)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if it is the same plain PyTorch on every device, and launches no kernel."""
+        return self.fn is self._cpu
 
     def __call__(self, *args: Any) -> Any:
         if self.derivative.keeps is not None:

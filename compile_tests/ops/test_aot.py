@@ -124,7 +124,7 @@ def _compile(launch: Launch, target: str, scalars: str = "fp32") -> CompiledKern
 @each_op
 def test_every_kernel_compiles(name: str, target: str, build: str) -> None:
     launches = _launches(name, target, build)
-    assert launches
+    assert bool(launches) != all(op.is_plain for op in OPS[name].kernel_ops)
     for launch in launches:
         _require_fits(launch, target)
 

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import sys
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -16,12 +17,14 @@ from torch._dynamo import lookup_backend  # noqa: E402
 
 from compile_tests.helpers.breadth import some_of  # noqa: E402
 from compile_tests.helpers.families import (  # noqa: E402
+    COMMON,
     FAMILIES,
     assert_equal,
     loss_and_gradients,
     small_model,
     tokens,
 )
+from compile_tests.helpers.first_actions import Operators  # noqa: E402
 from compile_tests.helpers.recurrence_functions import (  # noqa: E402
     OTHER_DELTA_RULES,
     OTHER_SCANS,
@@ -35,6 +38,10 @@ from tools.families_sweep import built  # noqa: E402
 DELTA_RULES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp", "OlmoHybrid", "KimiLinear", "BailingHybrid")
 SCANS = ("Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2")
 OPERATORS = dict.fromkeys(DELTA_RULES, "gated_delta_rule") | dict.fromkeys(SCANS, "gated_linear_attention")
+FOUND = {
+    "gated_delta_rule": "gated_delta_rule, gated_delta_rule_step",
+    "gated_linear_attention": "gated_linear_attention",
+}
 PLAIN: dict[str, Any] = {
     "torch_chunk_gated_delta_rule": DeltaRule(),
     "chunk_kimi_delta_attention": DeltaRule(),
@@ -62,7 +69,7 @@ def pair(family: str) -> tuple[Any, Any]:
     original = small_model(family) if family in FAMILIES else built(getattr(transformers, f"{family}ForCausalLM"))
     model = copy.deepcopy(original)
     found = {e.text for e in patch(model).entries if e.kind == "recurrence"}
-    assert found == {OPERATORS[family]}
+    assert found == {FOUND[OPERATORS[family]]}
     return model, original
 
 
@@ -136,7 +143,7 @@ def test_a_hybrid_trains_as_before(family: str, monkeypatch: pytest.MonkeyPatch)
     assert found[OPERATORS[family]] == layers
 
 
-@pytest.mark.parametrize("family", some_of(PACKED, ("Qwen3Next", "KimiLinear", "FalconH1")))
+@pytest.mark.parametrize("family", some_of(PACKED, ("Qwen3Next", "Qwen3_5", "KimiLinear", "FalconH1")))
 def test_a_packed_row_is_its_sequences(family: str, monkeypatch: pytest.MonkeyPatch):
     """Eager and in one graph; without patch transformers' own functions refuse it, or mix the sequences."""
     model, original = pair(family)
@@ -149,9 +156,51 @@ def test_a_packed_row_is_its_sequences(family: str, monkeypatch: pytest.MonkeyPa
     by_number, by_boundary = (inputs | {name: row[name]} for name in ("seq_idx", "cu_seq_lens_q"))
     assert_equal(loss_and_gradients(model, model, by_number), want)
     assert_equal(loss_and_gradients(model, model, by_boundary), want)
+    by_position = inputs | {"position_ids": row["position_ids"]}
+    assert_equal(loss_and_gradients(model, model, by_position), want)
     if family != "Qwen4Exp":  # as above
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert_equal(loss_and_gradients(model, compiled, by_boundary), want)
+        assert_equal(loss_and_gradients(model, compiled, by_position), want)
+
+
+def test_convolutions_alone_are_kept_apart_by_positions():
+    torch.manual_seed(0)
+    config = transformers.Lfm2Config(
+        **COMMON, block_auto_adjust_ff_dim=False, layer_types=["conv", "full_attention"], conv_L_cache=3
+    )
+    model = transformers.Lfm2ForCausalLM(config).train()
+    report, row = patch(model), packed(5, 66, 1, 8)
+    assert report.replaced["packing"] == 1
+    assert "sequences apart by position_ids" in str(report)
+    parts = [loss_and_gradients(model, model, part) for part in sequences(row)]
+    want = sum(loss for loss, _ in parts), {name: sum(g[name] for _, g in parts) for name in parts[0][1]}
+    inputs = {name: row[name] for name in ("input_ids", "labels", "position_ids")}
+    assert_equal(loss_and_gradients(model, model, inputs), want)
+
+
+@pytest.mark.parametrize("family", ["Mamba2", "Jamba"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_where_positions_do_not_reach_the_layers_it_is_said_once(family: str, compiled: bool):
+    """Not where there is one sequence, in generation, or with keywords that say more."""
+    model = built(getattr(transformers, f"{family}ForCausalLM")).train()
+    report, row = patch(model), packed(4, 5)
+    why = report.left[""]
+    assert why in ("Mamba2Model takes no position_ids", "JambaMambaDecoderLayer does not hand on seq_idx")
+    run = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    inputs, said = {name: row[name] for name in ("input_ids", "labels")}, []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*states run on")
+        run(**inputs, use_cache=False)
+        with torch.no_grad():
+            model(**inputs, position_ids=row["position_ids"], use_cache=False)
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(**inputs, position_ids=row["position_ids"], use_cache=False)
+        said += [str(each.message) for each in caught if "states run on" in str(each.message)]
+    assert len(said) == 1
+    assert report.fell_back == {"": f"{why}: states run on from one sequence of a packed row into the next"}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -185,6 +234,21 @@ def test_a_hybrid_goes_on_from_its_cache_as_before(family: str):
             rest = m(ids[:, 6:], attention_mask=mask, use_cache=True, **cache)
             results.append(torch.cat([first.logits, rest.logits], 1)[mask.bool()])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "KimiLinear", "Bamba"])
+def test_tokens_are_generated_by_steps(family: str):
+    """Each layer calls the operators of one token, which leave the states that its own functions leave."""
+    model, original = (m.eval() for m in pair(family))
+    ids, results = tokens(2, 12) % 97 + 2, []
+    with torch.no_grad(), Operators() as seen:
+        for m in (model, original):
+            cache = m(ids[:, :9], use_cache=True).past_key_values
+            steps = [m(token, past_key_values=cache, use_cache=True).logits for token in ids[:, 9:].split(1, 1)]
+            results.append(torch.cat(steps, 1))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert seen.found["_causal_conv1d_step_fwd.default"] == 3
+    assert seen.found["_gated_delta_rule_step_fwd.default"] == (0 if family == "Bamba" else 3)
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5", "FalconH1"])

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 pytest.importorskip("transformers")
 
 from llmk.transformers.convolutions import convolution
-from llmk.transformers.packing import sequence_ids
+from llmk.transformers.packing import ids_from_positions, sequence_ids
 
 
 def test_boundaries_give_the_same_as_numbers(device: torch.device):
@@ -34,6 +34,26 @@ def test_numbers_count_before_boundaries_and_states_are_of_the_first_sequence(de
     assert longer.tolist() == [[7, 7, 7, 7, 2], [4, 4, 4, 5, 5]]
 
 
+@pytest.mark.parametrize("axes", [0, 1, 3, 4])
+def test_positions_that_start_again_begin_a_sequence(axes: int, device: torch.device):
+    """Also one that goes on elsewhere, as for attention; by the time of images, which stands still, if it goes back."""
+    rows = [[0, 1, 2, 0, 0, 1, 7], [3, 4, 5, 6, 0, 1, 2]]
+    want = [[0, 0, 0, 1, 2, 2, 3], [0, 0, 0, 0, 1, 1, 1]]
+    positions = torch.tensor(rows, device=device)
+    if axes == 0:
+        assert ids_from_positions(positions[0], 3).tolist() == [want[0]] * 3
+        return
+    if axes > 1:
+        others = torch.zeros_like(positions).expand(axes - 1, -1, -1)
+        positions = torch.cat([positions[None], others])
+    if axes == 3:
+        want[0] = [0, 0, 0, 1, 1, 1, 1]
+    found = ids_from_positions(positions, 2)
+    assert found.dtype == torch.int32
+    assert found.tolist() == want
+    assert ids_from_positions(positions[..., :1, :], 2).tolist() == [want[0]] * 2
+
+
 def test_nothing_waits_for_the_device():
     """On the device "meta" there is no value to wait for."""
     boundaries = torch.tensor([0, 3, 9], device="meta")
@@ -41,6 +61,7 @@ def test_nothing_waits_for_the_device():
         ids = sequence_ids(given, 1, 9)
         assert ids is not None
         assert ids.shape == (1, 9)
+    assert ids_from_positions(torch.zeros(1, 9, dtype=torch.int64, device="meta"), 2).shape == (2, 9)
 
 
 @pytest.mark.parametrize("name", ["seq_idx", "cu_seqlens"])

@@ -321,6 +321,53 @@ def test_another_convolution_is_left(function: Any, monkeypatch: pytest.MonkeyPa
     assert "convolve" in str(report.entries)
 
 
+def update(x, conv_state, weight, bias=None, activation=None):
+    both = torch.cat([conv_state, x], -1)
+    conv_state.copy_(both[..., x.shape[-1] :])
+    return causal(both, weight, bias, activation)[..., -x.shape[-1] :]
+
+
+def forgetful(x, conv_state, weight, bias=None, activation=None):
+    return causal(torch.cat([conv_state, x], -1), weight, bias, activation)[..., -x.shape[-1] :]
+
+
+class Updated(Short):
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return updating(x, state, self.conv.weight.squeeze(1), self.conv.bias, "silu")
+
+
+updating: Any = update
+
+
+@pytest.mark.parametrize("longer", [0, 2])
+def test_an_update_by_one_token_is_found(longer: int):
+    """With gradients too: autograd keeps the state that it was."""
+    model = Updated()
+    original = copy.deepcopy(model)
+    report = patch(model)
+    assert report.replaced == {"convolution": 1}
+    assert [entry.text for entry in report.entries] == ["causal_conv1d_step"]
+    state = torch.randn(2, 6, 3 + longer)
+    for tokens in (1, 4):  # of several the function itself takes care
+        x, results = torch.randn(2, 6, tokens), []
+        for m in (model, original):
+            now = state.clone()
+            y = m(x, now)
+            m.zero_grad()
+            y.square().sum().backward()
+            results.append((y, now, *(p.grad for p in m.parameters())))
+            if m is model and tokens == 1:
+                assert "causal_conv1d_step" in y.grad_fn.next_functions[0][0].name()
+        torch.testing.assert_close(*results)
+
+
+def test_an_update_that_leaves_another_state_is_left(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "updating", forgetful)
+    report = patch(Updated())
+    assert not report.replaced
+    assert "updating leaves another state" in str(report.entries)
+
+
 def continued(x, weight, bias=None, activation=None, initial_states=None, **kwargs):
     y = causal(x if initial_states is None else torch.cat([initial_states, x], -1), weight, bias, activation)
     return y[..., y.shape[-1] - x.shape[-1] :]

@@ -16,6 +16,7 @@ class CausalConv1d(nn.Module):
     As transformers' hybrids use `nn.Conv1d(hidden_size, hidden_size, kernel_size, groups=hidden_size,
     padding=kernel_size - 1)`: its output up to the last token, and then the activation. A call takes `[B, D, T]` and
     returns the output and, for the next chunk of a long sequence, the final state, see `llmk.functional.causal_conv1d`.
+    Over `context_group`, a process group's name, ranks have consecutive parts of the sequences.
 
     Parameters: `weight [hidden_size, 1, kernel_size]`, `bias [hidden_size]`.
     """
@@ -29,6 +30,7 @@ class CausalConv1d(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         activation: str | None = None,
+        context_group: str = "",
     ) -> None:
         super().__init__()
         check_size("hidden_size", hidden_size)
@@ -36,6 +38,7 @@ class CausalConv1d(nn.Module):
         if activation is not None:
             check_option("activation", activation, ("silu", "swish"))
         self.hidden_size, self.kernel_size, self.activation = hidden_size, kernel_size, activation
+        self.context_group = context_group
         self.weight = nn.Parameter(torch.empty((hidden_size, 1, kernel_size), device=device, dtype=dtype))
         self.bias: nn.Parameter | None
         if bias:
@@ -59,6 +62,7 @@ class CausalConv1d(nn.Module):
             activation=self.activation,
             sequence_ids=sequence_ids,
             initial_state=initial_state,
+            context_group=self.context_group,
         )
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llmk import functional
-from llmk.ops.experts.collectives import exchange_with_ranks, gather_from_ranks, sum_over_ranks
+from llmk.ops.common.collectives import exchange_with_ranks, gather_from_ranks, sum_over_ranks
 from llmk.registry import check_option, check_shape, is_sharded
 
 EXCHANGES = ("all_gather", "all_to_all")

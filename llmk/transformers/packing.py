@@ -20,6 +20,26 @@ def packing_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {name: keywords[name] for name in PACKING if keywords.get(name) is not None}
 
 
+def ids_from_positions(position_ids: Tensor, batch: int) -> Tensor:
+    """Return which sequence each token belongs to `[batch, T]`, int32, counted from 0 in each row.
+
+    As in the masks of transformers' attention, a sequence begins where a position does not follow the one before it.
+
+    Args:
+        position_ids: `[T]` or `[1 or batch, T]`; of models with several axes `[4, 1 or batch, T]`, those of text first,
+            or `[3, 1 or batch, T]`. The first of these, of time, stands still inside of an image: a sequence begins
+            where it goes back.
+    """
+    if position_ids.dim() == 3:
+        in_order, position_ids = position_ids.shape[0] == 4, position_ids[0]
+    else:
+        in_order, position_ids = True, position_ids.expand(batch, -1)
+    steps = position_ids.diff(dim=-1)
+    begins = steps != 1 if in_order else steps < 0
+    ids = torch.nn.functional.pad(begins, (1, 0)).cumsum(-1, dtype=torch.int32)
+    return ids.expand(batch, -1).contiguous()
+
+
 def sequence_ids(keywords: Mapping[str, Any], batch: int, tokens: int) -> Tensor | None:
     """Return which sequence each token belongs to `[batch, tokens]`, integers; None if the keywords do not say it.
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -28,12 +29,14 @@ from llmk.transformers.loss import FusedLoss, Head, find_loss
 from llmk.transformers.masks import find_masks
 from llmk.transformers.mixtures import Experts, find_experts
 from llmk.transformers.norms import Norm, find_norm
+from llmk.transformers.packed_rows import find_packed_rows
 from llmk.transformers.probe import Differs, identity
-from llmk.transformers.recurrences import RECURRENCES, Recurrence
+from llmk.transformers.recurrences import DeltaRule, Recurrence, Scan, WholeLayer
 from llmk.transformers.report import REPORT, Entry, Report
 from llmk.transformers.residuals import Residual
 from llmk.transformers.rewrite import CannotRewrite, Edit, Rewrite, Source, source_of
 from llmk.transformers.rotary import RopeFinder
+from llmk.transformers.steps import CausalConv1dStep, DeltaRuleStep
 
 Finder = Callable[[nn.Module, Source], Edit | None]
 KINDS = {
@@ -48,6 +51,16 @@ KINDS = {
     "masks": "mask",
 }
 """The kinds of replacements, by the option of `patch` for each."""
+CONVOLUTIONS = CausalConv1d(), CausalConv1dStep()
+RECURRENCES = (
+    *(
+        rule(grouped, channels)
+        for rule, channels, grouped in product((DeltaRule, DeltaRuleStep), (False, True), (True, False))
+    ),
+    Scan(),
+    WholeLayer(),
+)
+"""The forms that a function is tried for, in this order."""
 REPLACED = "its forward was replaced already: patch() the model before whatever did that"
 
 
@@ -84,8 +97,9 @@ def patch(
         experts: The experts of mixtures in packed weights, whole.
         rope: The rotary embedding of queries and keys.
         residuals: A residual sum and the RMSNorm that follows it, in one.
-        convolutions: The short causal convolution before a recurrence.
-        recurrences: The gated delta rule, also Kimi Linear's, and the scan of Mamba-2, over chunks of tokens.
+        convolutions: The short causal convolution before a recurrence, and its update by one token.
+        recurrences: The gated delta rule, also Kimi Linear's, over chunks of tokens and by one token, and the scan of
+            Mamba-2 over chunks.
         loss: The output projection and the causal language model's loss, in one.
         masks: With `scaled_dot_product_attention`, no causal mask where neither padding nor packing needs one, also
             when a compiler traces the model.
@@ -167,7 +181,7 @@ class Plan:
             "mlp": GateFinder(),
             "rope": RopeFinder(),
             "residual": self._residual,
-            "convolution": CallFinder(Convolution, CausalConv1d()),
+            "convolution": CallFinder(Convolution, *CONVOLUTIONS),
             "recurrence": CallFinder(Recurrence, *RECURRENCES),
             "mask": find_masks,
         }
@@ -180,6 +194,7 @@ class Plan:
                 self._find_edits(name, module, "forward", finders | more)
             if "mlp" in finders and module not in self.whole and hasattr(type(module), GATE):
                 self._find_edits(name, module, GATE, {"experts": finders["mlp"]})
+        self._find_packed_rows(causal)
 
     def _why_not(self, module: nn.Module, method: str) -> str | None:
         """The reason for which a module cannot be given another class."""
@@ -253,6 +268,27 @@ class Plan:
                 self.changes.setdefault(linear_of(module.get_submodule(edit.path)), []).append(Head())
                 for inner, change in edit.inner:
                     self._change_whole(module.get_submodule(inner), Rewrite((change,)))
+
+    def _find_packed_rows(self, causal: set[nn.Module]) -> None:
+        """Tell the layers of hybrids where the sequences of a row begin."""
+        replaced: dict[str, set[str]] = {}
+        for entry in self.entries:
+            if entry.replaced and entry.kind in ("convolution", "recurrence"):
+                replaced.setdefault(entry.name, set()).add(entry.kind)
+        for name, edit in find_packed_rows(self.modules, replaced, causal):
+            module = self.modules[name]
+            changes = self.changes.get(module, [])
+            before = next((c for c in changes if isinstance(c, Rewrite) and c.method == "forward"), Rewrite(()))
+            change = Rewrite((*before.edits, edit))
+            try:
+                if why := self._why_not(module, "forward"):
+                    raise CannotRewrite(why)
+                change.methods(type(module))
+            except CannotRewrite as why:
+                self._leave(name, edit.kind, module, why)
+                continue
+            self.changes[module] = [*(c for c in changes if c is not before), change]
+            self.entries.append(Entry(name, edit.kind, type(module).__name__, edit.why_not is None, edit.what))
 
     def classes(self) -> list[tuple[nn.Module, type]]:
         """The modules that change, and what they become."""

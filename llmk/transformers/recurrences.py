@@ -1,8 +1,8 @@
 """Linear recurrences over chunks of tokens: functions that compute `gated_delta_rule` or `gated_linear_attention`.
 
 A function is tried with heads of all scales, with and without each of its options. What it gives, outputs, states and
-gradients, must be what the operator's reference gives in float64. A function that goes token by token has no chunks and
-is none of these: models call it to generate, one token at a time.
+gradients, must be what the operator's reference gives in float64. Functions that go
+token by token, which models call to generate, are in `steps.py`.
 """
 
 import functools
@@ -58,14 +58,18 @@ class DeltaRule(FunctionForm):
     def takes(self, names: list[str]) -> bool:
         return names[3:5] == ["g", "beta"] and set(DELTA_RULE_OPTIONS) <= set(names)
 
-    def attempt(self, function: Function) -> None:
-        cases: list[tuple[int, bool, dict[str, Any]]] = [
+    @property
+    def cases(self) -> list[tuple[int, bool, dict[str, Any]]]:
+        """The tokens, whether there is an initial state, and the options of each trial."""
+        return [
             (70, False, {}),
             (37, True, {"chunk_size": 16, "output_final_state": True}),
             (37, True, {"chunk_size": 16, "output_final_state": True, "use_qk_l2norm_in_kernel": True}),
             (5, False, {"output_final_state": True, "use_qk_l2norm_in_kernel": True}),
         ]
-        for seed, (tokens, with_state, options) in enumerate(cases):
+
+    def attempt(self, function: Function) -> None:
+        for seed, (tokens, with_state, options) in enumerate(self.cases):
             normalized = options.get("use_qk_l2norm_in_kernel", False)
 
             def own(q, k, v, g, beta, options=options, **state):
@@ -375,14 +379,3 @@ def _check_dtypes(
     out, state = run(lambda: own(**{name: x.detach().bfloat16() for name, x in inputs.items()}), also=also)
     if out.dtype != output or (state is not None and state.dtype != torch.float32):
         raise Differs("gives other dtypes")
-
-
-RECURRENCES: tuple[FunctionForm, ...] = (
-    DeltaRule(),
-    DeltaRule(grouped=False),
-    DeltaRule(channels=True),
-    DeltaRule(grouped=False, channels=True),
-    Scan(),
-    WholeLayer(),
-)
-"""The forms that a function is tried for, in this order."""

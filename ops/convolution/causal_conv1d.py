@@ -34,6 +34,7 @@ from torch import Tensor
 
 from llmk.ops.common.activations import activation as activated
 from llmk.ops.common.activations import activation_with_grad
+from llmk.ops.common.collectives import exchange_with_ranks, place_in
 from llmk.ops.convolution import _causal_conv1d_kernels as kernels
 from llmk.ops.convolution._patterns import CAUSAL_CONV1D
 from llmk.registry import (
@@ -62,6 +63,7 @@ def causal_conv1d_reference(
     activation: str | None = None,
     sequence_ids: Tensor | None = None,
     initial_state: Tensor | None = None,
+    context_group: str = "",
 ) -> tuple[Tensor, Tensor]:
     (B, D, T), K, dtype = input.shape, weight.shape[1], input.dtype
     state = input.new_zeros(B, D, K - 1) if initial_state is None else initial_state
@@ -271,6 +273,40 @@ def causal_conv1d_workloads(device: torch.device, dtype: torch.dtype) -> Iterato
         yield Sample(args, {"activation": "silu"}, why=f"{B}x{T}x{D}")
 
 
+def _state_before(
+    input: Tensor, taps: int, sequence_ids: Tensor | None, initial_state: Tensor | None, context_group: str
+) -> Tensor:
+    """The inputs before this rank's first token `[B, D, taps]`: the last ones of the rank before, by one exchange."""
+    (B, D, T), (rank, ranks) = input.shape, place_in(context_group, input)
+    if taps > T:
+        raise ValueError(f"context_group: expected at least {taps} tokens on every rank, got {T}")
+    sends = [B if other == rank + 1 else 0 for other in range(ranks)]
+    receives = [B if other == rank - 1 else 0 for other in range(ranks)]
+
+    def from_rank_before(last: Tensor) -> Tensor:
+        return exchange_with_ranks(last[: sum(sends)], sends, receives, context_group)
+
+    state = from_rank_before(input[..., T - taps :])
+    if sequence_ids is not None:
+        ids = from_rank_before(sequence_ids[:, T - taps :])
+        state = torch.where((ids == sequence_ids[: ids.shape[0], :1])[:, None], state, 0.0)
+    if rank > 0:
+        return state
+    # The first rank gets nothing, and takes part in the backward pass as the others do.
+    return state.sum(0) + (input.new_zeros((B, D, taps)) if initial_state is None else initial_state)
+
+
+def check_filter(weight: Tensor, bias: Tensor | None, activation: str | None, input: Tensor) -> None:
+    """Check the filter of a convolution, and what follows it, for an input `[B, D, ...]`."""
+    if weight.dim() != 2 or not 2 <= weight.shape[1] <= MOST_TAPS:
+        raise ValueError(f"weight: expected shape [D, K] with K from 2 to {MOST_TAPS}, got {tuple(weight.shape)}")
+    D, K = input.shape[1], weight.shape[1]
+    check_parameter("weight", weight, (D, K), "the channels of input, and taps", "input", input)
+    check_parameter("bias", bias, (D,), "the channels of input", "input", input)
+    if activation is not None:
+        check_option("activation", activation, ("silu", "swish"))
+
+
 @public_op(
     reference=causal_conv1d_reference,
     differentiable=("input", "weight", "bias", "initial_state"),
@@ -289,6 +325,7 @@ def causal_conv1d(
     activation: str | None = None,
     sequence_ids: Tensor | None = None,
     initial_state: Tensor | None = None,
+    context_group: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Causal convolution over time, each channel with its own filter, and the state that a next chunk begins with.
 
@@ -305,6 +342,10 @@ def causal_conv1d(
             zero. None: a row is one sequence.
         initial_state: `[B, D, K - 1]`, the last inputs before the first token, in the dtype of `input`; None for
             zeros. It belongs to the sequence of the first token.
+        context_group: The `group_name` of a `torch.distributed.ProcessGroup` whose ranks have consecutive parts of the
+            sequences, each at least K - 1 tokens long; "" for whole sequences. Each rank gets the last K - 1 inputs of
+            the one before. The initial state is the first rank's, others' are not read; the final state is that after
+            the rank's own last token. All ranks of the group have to run the backward pass.
 
     Returns:
         The output, `[B, D, T]` in the dtype of `input`, dense, with channels or tokens side by side as in `input`; and
@@ -315,21 +356,16 @@ def causal_conv1d(
         TypeError: A tensor is not float32, float16 or bfloat16, `initial_state` has not the dtype of `input`, or
             `sequence_ids` is not of integers.
         ValueError: A shape does not fit the others, there is no channel or no token, K is not from 2 to 8, the tensors
-            are not on one device, or `activation` is none of these.
+            are not on one device, `activation` is none of these, `context_group` is no group's name, or there are fewer
+            than K - 1 tokens with one.
 
     Sources: Fu et al., 2022, https://arxiv.org/abs/2212.14052; Gu and Dao, 2023, https://arxiv.org/abs/2312.00752.
     """
     check_dtype("input", input)
     if input.dim() != 3 or 0 in input.shape[1:]:
         raise ValueError(f"input: expected shape [B, D, T] with D and T at least 1, got {tuple(input.shape)}")
-    B, D, T = input.shape
-    if weight.dim() != 2 or not 2 <= weight.shape[1] <= MOST_TAPS:
-        raise ValueError(f"weight: expected shape [D, K] with K from 2 to {MOST_TAPS}, got {tuple(weight.shape)}")
-    K = weight.shape[1]
-    check_parameter("weight", weight, (D, K), "the channels of input, and taps", "input", input)
-    check_parameter("bias", bias, (D,), "the channels of input", "input", input)
-    if activation is not None:
-        check_option("activation", activation, ("silu", "swish"))
+    check_filter(weight, bias, activation, input)
+    (B, D, T), K = input.shape, weight.shape[1]
     if sequence_ids is not None:
         check_dtype("sequence_ids", sequence_ids, (torch.int32, torch.int64))
         check_shape("sequence_ids", sequence_ids, (B, T), "batch and tokens of input")
@@ -337,4 +373,6 @@ def causal_conv1d(
     if initial_state is not None:
         check_shape("initial_state", initial_state, (B, D, K - 1), "batch and channels of input, taps less one")
         check_same("initial_state", initial_state, "input", input, dtype=True)
+    if context_group:
+        initial_state = _state_before(input, K - 1, sequence_ids, initial_state, context_group)
     return causal_conv1d_fwd(input, weight, bias, sequence_ids, initial_state, ACTIVATIONS[activation])

@@ -22,34 +22,56 @@ def check_call(
     initial_state: Tensor | None,
     sequence_ids: Tensor | None,
 ) -> None:
-    check_dtype("q", q)
-    if q.dim() != 4 or not 1 <= q.shape[3] <= LARGEST_HEAD or q.shape[2] == 0:
-        expected = f"[B, T, HK, K] with HK at least 1 and K from 1 to {LARGEST_HEAD}"
-        raise ValueError(f"q: expected shape {expected}, got {tuple(q.shape)}")
-    check_shape("k", k, q.shape, "the shape of q")
-    check_same("k", k, "q", q, dtype=True)
-    (B, T, HK, K), V = q.shape, v.shape[-1] if v.dim() else 0
-    if v.dim() != 4 or v.shape[:2] != q.shape[:2] or not 1 <= V <= LARGEST_HEAD:
-        expected = f"[{B}, {T}, H, V] with V from 1 to {LARGEST_HEAD} to fit q"
-        raise ValueError(f"v: expected shape {expected}, got {tuple(v.shape)}")
-    H = v.shape[2]
-    if H == 0 or H % HK:
-        raise ValueError(f"v: expected a number of heads that is a multiple of the {HK} of q and k, got {H}")
-    check_same("v", v, "q", q, dtype=True)
-    per_head, per_channel = (B, T, H), (B, T, H, K)
-    meaning = f"one for each value head; or {per_channel}, one for each of its channels"
-    check_parameter("g", g, per_channel if tuple(g.shape) == per_channel else per_head, meaning, "q", q)
-    check_parameter("beta", beta, (B, T, H), "one for each value head", "q", q)
-    if scale is not None:
-        check_finite("scale", scale)
+    _check_inputs(q, k, v, g, beta, scale, "B, T")
+    (B, T, _, K), (*_, H, V) = q.shape, v.shape
     if initial_state is not None:
-        check_dtype("initial_state", initial_state, (torch.float32,))
-        check_shape("initial_state", initial_state, (B, H, K, V), "[B, H, K, V]")
-        check_same("initial_state", initial_state, "q", q)
+        _check_state("initial_state", initial_state, (B, H, K, V), q)
     if sequence_ids is not None:
         check_dtype("sequence_ids", sequence_ids, (torch.int32, torch.int64))
         check_shape("sequence_ids", sequence_ids, (B, T), "one for each token")
         check_same("sequence_ids", sequence_ids, "q", q)
+
+
+def check_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor, scale: float | None
+) -> None:
+    """Check a call of one token, whose tensors have no axis of tokens."""
+    _check_inputs(q, k, v, g, beta, scale, "B")
+    (B, _, K), (_, H, V) = q.shape, v.shape
+    _check_state("state", state, (B, H, K, V), q)
+
+
+def _check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None, axes: str
+) -> None:
+    """`axes` are the names of those before the heads."""
+    check_dtype("q", q)
+    dims = 3 + axes.count(",")
+    if q.dim() != dims or not 1 <= q.shape[-1] <= LARGEST_HEAD or q.shape[-2] == 0:
+        expected = f"[{axes}, HK, K] with HK at least 1 and K from 1 to {LARGEST_HEAD}"
+        raise ValueError(f"q: expected shape {expected}, got {tuple(q.shape)}")
+    check_shape("k", k, q.shape, "the shape of q")
+    check_same("k", k, "q", q, dtype=True)
+    (*tokens, HK, K), V = q.shape, v.shape[-1] if v.dim() else 0
+    if v.dim() != dims or list(v.shape[:-2]) != tokens or not 1 <= V <= LARGEST_HEAD:
+        expected = f"[{', '.join(map(str, tokens))}, H, V] with V from 1 to {LARGEST_HEAD} to fit q"
+        raise ValueError(f"v: expected shape {expected}, got {tuple(v.shape)}")
+    H = v.shape[-2]
+    if H == 0 or H % HK:
+        raise ValueError(f"v: expected a number of heads that is a multiple of the {HK} of q and k, got {H}")
+    check_same("v", v, "q", q, dtype=True)
+    per_head, per_channel = (*tokens, H), (*tokens, H, K)
+    meaning = f"one for each value head; or {per_channel}, one for each of its channels"
+    check_parameter("g", g, per_channel if tuple(g.shape) == per_channel else per_head, meaning, "q", q)
+    check_parameter("beta", beta, per_head, "one for each value head", "q", q)
+    if scale is not None:
+        check_finite("scale", scale)
+
+
+def _check_state(name: str, state: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
+    check_dtype(name, state, (torch.float32,))
+    check_shape(name, state, shape, "[B, H, K, V]")
+    check_same(name, state, "q", q)
 
 
 def kept_shape(v: Tensor, is_kept: bool) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from llmk.ops.recurrence._call import check_call, kept_shape, or_not_kept, recurrence_cost, samples
 from llmk.ops.recurrence._chunk_launches import Kept, cut, inputs, launch_backward, launch_forward, sum_heads
 from llmk.ops.recurrence._chunks import backward_cpu, chunked_reference, forward_cpu
+from llmk.ops.recurrence._context import check_context, start_of_part, state_before, with_identity
 from llmk.registry import Cost, KernelOp, Sample, no_gradient, or_no_gradient, public_op
 
 
@@ -27,6 +28,7 @@ def gated_delta_rule_reference(
     initial_state: Tensor | None = None,
     l2_norm_qk: bool = False,
     sequence_ids: Tensor | None = None,
+    context_group: str = "",
 ) -> tuple[Tensor, Tensor]:
     return chunked_reference(q, k, v, g, beta, scale, initial_state, l2_norm_qk, sequence_ids)
 
@@ -176,6 +178,7 @@ def gated_delta_rule(
     initial_state: Tensor | None = None,
     l2_norm_qk: bool = False,
     sequence_ids: Tensor | None = None,
+    context_group: str = "",
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule: a linear recurrence whose state decays and is corrected towards each token's value.
 
@@ -206,18 +209,29 @@ def gated_delta_rule(
             The state is zeros at the first token of a sequence, except that of the first one, which has the
             `initial_state`. A sequence begins where the number changes. A NaN or an infinity in one sequence may
             reach another that shares a chunk of 64 tokens with it.
+        context_group: The `group_name` of a `torch.distributed.ProcessGroup` whose ranks have consecutive parts of the
+            sequences, each a call's tokens, at least one, and as many on each rank as it likes; "" for whole sequences.
+            A sequence that crosses ranks has one number on both sides. The initial state is the first rank's, others'
+            are not read; the final state is that after the rank's own last token. All ranks of the group have to run
+            the backward pass. K + V is at most 256 here.
 
     Returns:
         `[B, T, H, V]`, contiguous, in the dtype of `q`, and the state after the last token, `[B, H, K, V]` in float32.
 
     Raises:
         TypeError: A dtype does not fit.
-        ValueError: A shape or a device does not fit, H is no multiple of HK, `scale` is not finite, or on the CPU a
-            number of `g` is positive. On a GPU the numbers are not looked at, and such a state grows.
+        ValueError: A shape or a device does not fit, H is no multiple of HK, `scale` is not finite, `context_group` is
+            no group's name or this rank of it has no token, or on the CPU a number of `g` is positive. On a GPU the
+            numbers are not looked at, and such a state grows.
 
     Source: Yang et al., 2024, https://arxiv.org/abs/2412.06464; Kimi Team, 2025, https://arxiv.org/abs/2510.26692.
     """
     check_call(q, k, v, g, beta, scale, initial_state, sequence_ids)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    if context_group:
+        check_context(context_group, q, v, corrects=True)
+        values, start = with_identity(v, start_of_part(initial_state, context_group), q.shape[3])
+        _, pair, *_ = gated_delta_rule_fwd(q, k, values, g, beta, start, sequence_ids, scale, l2_norm_qk)
+        initial_state = state_before(pair, v.shape[3], initial_state, sequence_ids, context_group)
     out, final_state, *_ = gated_delta_rule_fwd(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
     return out, final_state

@@ -13,6 +13,7 @@ from torch import Tensor
 from llmk.ops.recurrence._call import check_call, kept_shape, or_not_kept, recurrence_cost, samples
 from llmk.ops.recurrence._chunk_launches import Kept, cut, inputs, launch_backward, launch_forward, sum_heads
 from llmk.ops.recurrence._chunks import backward_cpu, chunked_reference, forward_cpu
+from llmk.ops.recurrence._context import check_context, decay_of_part, start_of_part, state_before
 from llmk.registry import Cost, KernelOp, Sample, no_gradient, or_no_gradient, public_op
 
 
@@ -25,6 +26,7 @@ def gated_linear_attention_reference(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     sequence_ids: Tensor | None = None,
+    context_group: str = "",
 ) -> tuple[Tensor, Tensor]:
     return chunked_reference(q, k, v, g, None, scale, initial_state, False, sequence_ids)
 
@@ -151,6 +153,7 @@ def gated_linear_attention(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     sequence_ids: Tensor | None = None,
+    context_group: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Linear attention whose state decays by a factor of each token and head, Mamba-2 and RetNet, or channel, GLA.
 
@@ -177,18 +180,30 @@ def gated_linear_attention(
             The state is zeros at the first token of a sequence, except that of the first one, which has the
             `initial_state`. A sequence begins where the number changes. A NaN or an infinity in one sequence may
             reach another that shares a chunk of 64 tokens with it.
+        context_group: The `group_name` of a `torch.distributed.ProcessGroup` whose ranks have consecutive parts of the
+            sequences, each a call's tokens, at least one, and as many on each rank as it likes; "" for whole sequences.
+            A sequence that crosses ranks has one number on both sides. The initial state is the first rank's, others'
+            are not read; the final state is that after the rank's own last token. All ranks of the group have to run
+            the backward pass.
 
     Returns:
         `[B, T, H, V]`, contiguous, in the dtype of `q`, and the state after the last token, `[B, H, K, V]` in float32.
 
     Raises:
         TypeError: A dtype does not fit.
-        ValueError: A shape or a device does not fit, H is no multiple of HK, `scale` is not finite, or on the CPU a
-            number of `g` is positive. On a GPU the numbers are not looked at, and such a state grows.
+        ValueError: A shape or a device does not fit, H is no multiple of HK, `scale` is not finite, `context_group` is
+            no group's name or this rank of it has no token, or on the CPU a number of `g` is positive. On a GPU the
+            numbers are not looked at, and such a state grows.
 
     Source: Dao and Gu, 2024, https://arxiv.org/abs/2405.21060; Yang et al., 2023, https://arxiv.org/abs/2312.06635.
     """
     check_call(q, k, v, g, None, scale, initial_state, sequence_ids)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    if context_group:
+        check_context(context_group, q, v, corrects=False)
+        start = start_of_part(initial_state, context_group)
+        _, last, _ = gated_linear_attention_fwd(q, k, v, g, start, sequence_ids, scale)
+        pair = torch.cat([last, decay_of_part(g, sequence_ids, q.shape[3])], -1)
+        initial_state = state_before(pair, v.shape[3], initial_state, sequence_ids, context_group)
     out, final_state, _ = gated_linear_attention_fwd(q, k, v, g, initial_state, sequence_ids, scale)
     return out, final_state

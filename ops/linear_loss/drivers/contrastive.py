@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from llmk.ops.experts.collectives import gather_from_ranks, sum_over_ranks
+from llmk.ops.common.collectives import gather_from_ranks, sum_over_ranks
 from llmk.ops.linear_loss.chunked import (
     ChunkedLinear,
     CompactedTokens,

@@ -11,8 +11,23 @@ Sums are float32 in the order of the ranks, with one rounding: same inputs, same
 import torch
 from torch import Tensor
 
-from llmk.registry import KernelOp, replicate_only
+from llmk.registry import KernelOp, is_sharded, replicate_only
+from llmk.registry.checks import resolve_group
 from llmk.registry.private.processes import collectives
+
+
+def place_in(context_group: str, *tensors: Tensor) -> tuple[int, int]:
+    """Return this rank's place in a group whose ranks have consecutive parts of sequences, and the number of ranks.
+
+    Raises:
+        ValueError: It is no group's name, or one of the tensors is a DTensor.
+    """
+    if is_sharded(*tensors):
+        raise ValueError(
+            f"context_group: expected '' for DTensors, of which a call gets all tokens, got {context_group!r}"
+        )
+    group = resolve_group("context_group", context_group)
+    return group.rank(), group.size()
 
 
 def _gather_from_ranks(x: Tensor, ranks: int, group_name: str) -> Tensor:
