@@ -15,7 +15,7 @@ from torch import Tensor
 from llmk import functional
 from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.calls import FunctionForm, Function, its_own
+from llmk.transformers.calls import Function, FunctionForm, its_own
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, rows_of_all_scales, run, same
 from llmk.transformers.recurrences import DeltaRule, fits_delta_rule
 
