@@ -153,6 +153,24 @@ def test_llama_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert model(input_ids=TOKENS).logits.shape == (2, 16, 256)
 
 
+def test_ms_swift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    callbacks = pytest.importorskip("swift.callbacks")
+    transformers = pytest.importorskip("transformers")
+    (code,) = [code for _, code in blocks(PAGE, "py") if "callbacks_map" in code]
+    (tmp_path / "llmk_swift.py").write_text(code)
+    monkeypatch.setattr(sys, "path", sys.path[:])  # to which ms-swift adds the folder
+    importlib.import_module("swift.utils").import_external_file(str(tmp_path / "llmk_swift.py"))
+    model, original = small_llama(), small_llama()
+    original.load_state_dict(model.state_dict())
+    data = [{"input_ids": row, "labels": row} for row in TOKENS]
+    options = {"output_dir": str(tmp_path), "max_steps": 2, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
+    args = transformers.TrainingArguments(**options)
+    for m, made in ((model, [callbacks.callbacks_map["llmk"](args, None)]), (original, [])):
+        transformers.Trainer(m, args, train_dataset=data, callbacks=made).train()
+    assert "fused_linear_ce" in capsys.readouterr().out
+    require_same([p.detach() for p in model.parameters()], [p.detach() for p in original.parameters()])
+
+
 def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lightning = pytest.importorskip("lightning")
     page = module_of_page("llmk_lightning", "lightning", tmp_path, monkeypatch)
