@@ -113,6 +113,6 @@ def foreign_kind(tensor: torch.Tensor) -> str | None:
     A quantized weight of torchao's is one, which takes products over; so is a masked or a sparse tensor of PyTorch's.
     """
     held: Any = tensor
-    cls = type(held._local_tensor if is_sharded(tensor) else tensor)
+    cls = type(held.to_local() if is_sharded(tensor) else tensor)
     module = f"{cls.__module__}."
     return None if module == "torch." or module.startswith(PLAIN_MODULES) else f"{module}{cls.__qualname__}"

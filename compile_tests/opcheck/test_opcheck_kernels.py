@@ -15,6 +15,7 @@ from compile_tests.helpers.mutants_kernels import (
 )
 from llmk.opcheck import check
 from llmk.opcheck.calls import call
+from llmk.opcheck.promises.table import OF_LAYERS
 from llmk.opcheck.runner import promises_for
 from llmk.registry.devices import INTERPRET
 
@@ -24,8 +25,9 @@ pytestmark = [
 ]
 
 NAMES = [promise.__name__ for promise in promises_for(torch.device("cpu"))]
+LAYERS = {promise.__name__ for promise in OF_LAYERS}
 SHARING = ["in_bounds", "any_program_order", "no_float_atomics", "long_offsets"]
-OF_KERNELS = NAMES[: NAMES.index("far_rows") + 1]
+OF_KERNELS = [name for name in NAMES[: NAMES.index("far_rows") + 1] if name not in LAYERS]
 
 
 @pytest.mark.parametrize(("kernel", "promise", "message"), BROKEN_KERNELS, ids=lambda value: str(value)[:30])

@@ -57,6 +57,8 @@ def batch_invariant(op: Op, samples: Sequence[Sample]) -> None:
     on_gpu = device_of(op, samples[0]).type == "cuda"
     if not on_gpu and not INTERPRET:
         raise NothingToCheck  # PyTorch's own sums on a CPU depend on the number of rows
+    if op.kernel_ops and all(kernel_op.is_plain for kernel_op in op.kernel_ops):
+        raise NothingToCheck  # nor are its sums on a GPU the operator's to promise
     chosen = samples_with_rows(op, samples)
     if on_gpu:
         chosen = [(sample, owed(op, rows)) for sample, rows in chosen + _workload_with_rows(op, samples)]
