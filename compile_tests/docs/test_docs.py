@@ -21,6 +21,18 @@ def test_python_runs(page: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, f"{page.name}:\n{result.stdout}\n{result.stderr}"
 
 
+def test_a_page_says_where_what_git_does_not_have_is_shown() -> None:
+    """In a line that is a comment for the site, and text for whoever reads the file."""
+    found = 0
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        text = page.read_text()
+        said = f"% Generated: `make docs` writes what comes here, and `docs/_build/html/{page.stem}.html` shows it.\n\n"
+        assert text.count("```{include} ops/") == text.count(f"{said}```{{include}} ops/"), page.name
+        found += text.count(said)
+    assert found > 10
+    assert "`make docs`" in (ROOT / "README.md").read_text()
+
+
 def test_make_verbs_exist() -> None:
     makefile = ROOT / "Makefile"
     if not makefile.exists():
