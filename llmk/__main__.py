@@ -75,12 +75,9 @@ def compiling(inductor: bool) -> tuple[bool, str]:
 
 
 def missing_compiler(device: str) -> str:
-    """Say which compiler is missing of those that PyTorch looks for, or nothing."""
-    name, variable = (
-        ("gcc", "CC") if device == "cuda" else ("g++", "CXX")
-    )  # Triton's of its launchers, Inductor's of code
-    names = (os.environ.get(variable), name, "clang++" if variable == "CXX" else "clang")
-    if any(found and shutil.which(found) for found in names):
+    """Say which compiler is missing, of C for Triton's launchers or of C++ for Inductor's code, or nothing."""
+    name, other, variable = ("gcc", "clang", "CC") if device == "cuda" else ("g++", "clang++", "CXX")
+    if any(map(shutil.which, (os.environ.get(variable, name), name, other))):
         return ""
     return f"no compiler: neither {name} nor {variable} is there, and code cannot be made"
 
