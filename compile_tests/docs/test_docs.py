@@ -33,6 +33,14 @@ def test_a_page_says_where_what_git_does_not_have_is_shown() -> None:
     assert "`make docs`" in (ROOT / "README.md").read_text()
 
 
+def test_reports_of_opcheck_are_named_with_their_day() -> None:
+    page = (ROOT / "docs" / "opcheck.md").read_text()
+    named = re.findall(r'href="(opcheck-\w+(?:-\w+)?)\.html">[^<]*</a>, ([\d-]+)', page)
+    assert len(named) == page.count('<a href="opcheck-')
+    for name, day in named:
+        assert json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["date"] == day, name
+
+
 def test_make_verbs_exist() -> None:
     makefile = ROOT / "Makefile"
     if not makefile.exists():
