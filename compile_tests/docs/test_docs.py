@@ -41,6 +41,16 @@ def test_reports_of_opcheck_are_named_with_their_day() -> None:
         assert json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["date"] == day, name
 
 
+def test_versions_fit_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column for each release: no cell of a check that passed is longer than a few words."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    rows = [line for line in importlib.import_module("version_page").version_table().splitlines() if line[:1] == "|"]
+    cells = [cell.strip() for row in rows for cell in row.strip("|").split("|")[1:]]
+    passed = [cell for cell in cells if cell.startswith("ok")]
+    assert len(passed) > 20
+    assert [cell for cell in passed if len(cell) > 40] == []
+
+
 def test_make_verbs_exist() -> None:
     makefile = ROOT / "Makefile"
     if not makefile.exists():
