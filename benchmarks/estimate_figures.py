@@ -40,7 +40,10 @@ BYTES = {
 
 MODEL_TYPES = {
     "norms": {"gemma2": 4, "gemma3": 4, "gemma3_text": 4, "glm4": 4},
-    "qk_norm": ["qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3", "olmoe"],
+    "qk_norm": [
+        *("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text"),
+        *("gemma3", "gemma3_text", "olmo2", "olmo3", "olmoe"),
+    ],
     "offset_norms": ["gemma", "gemma2", "gemma3", "gemma3_text"],
     "unknown_keys": [
         "kv_lora_rank",
@@ -50,6 +53,7 @@ MODEL_TYPES = {
         "linear_num_key_heads",
         "mamba_d_state",
         "is_encoder_decoder",
+        *("use_bidirectional_attention", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"),  # encoders, LayerNorms
     ],
 }
 """What a configuration does not say: the norms of a layer if not 2, which are of queries and keys, which multiply by

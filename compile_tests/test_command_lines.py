@@ -17,10 +17,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """Return the printed lines by their first word."""
-    lines = capsys.readouterr().out.splitlines()
+    """Return what is printed by its first word; a line goes on where the next one is indented."""
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 80 or " " not in line.strip() for line in printed.splitlines())
+    lines = re.sub(r"\n +", " ", printed).splitlines()
     assert len(lines) <= 10
-    assert all(len(line) <= 80 for line in lines)
     return {name: text for name, text in (line.split(maxsplit=1) for line in lines)}
 
 
@@ -33,8 +34,14 @@ def test_about_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     lines = said(capsys)
     assert lines["llmk"].startswith(f"{llmk.__version__}, {len(OPS)} operators")
     assert lines["torch"].startswith(torch.__version__)
-    assert lines["compile"].startswith("works: ")
+    assert lines["compile"] == "traced as one graph; --inductor tries the code, too"
     assert not any("FAILED" in text for text in lines.values())
+
+
+def test_about_a_missing_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(about.shutil, "which", lambda name: None)
+    assert about.main([]) == 0
+    assert re.search(r"no compiler: neither (g\+\+ nor CXX|gcc nor CC) is there", said(capsys)["compile"])
 
 
 def test_about_inductor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +59,7 @@ def test_about_what_does_not_work(capsys: pytest.CaptureFixture[str], monkeypatc
     assert about.main(["--inductor"]) == 1
     lines = said(capsys)
     assert lines["compile"].startswith("FAILED: RuntimeError: no C++ compiler was found")
+    assert lines["compile"].endswith("where a terminal ends")
     assert lines["absent"] == "not installed; llmk.something needs it: pip install absent"
 
 

@@ -167,8 +167,41 @@ def test_refuses(model: str, tokens: str, message: str, capsys: pytest.CaptureFi
         ({"kv_lora_rank": 512}, "kv_lora_rank: the estimate does not know the layers of such a model, llama"),
         ({"layer_types": ["linear_attention"]}, "layer_types: expected attention alone, got"),
         ({"vocab_size": None}, "vocab_size: the configuration has none"),
+        ({"hidden_size": "4096"}, "hidden_size: expected a whole number, got '4096'"),
+        ({"num_attention_heads": [4, 4]}, r"num_attention_heads: expected a whole number, got \[4, 4\]"),
+        ({"num_attention_heads": 0}, "heads: expected at least 1, got 0"),
+        ({"model_type": "bert", "layer_norm_eps": 1e-12}, "layer_norm_eps: the estimate does not know the layers"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: the estimate does not know"),
     ],
 )
 def test_a_model_that_the_formula_does_not_know(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sizes_of(CONFIGS["small"] | more)
+
+
+def test_a_list_is_no_configuration() -> None:
+    with pytest.raises(ValueError, match="expected a configuration, a JSON object, got a list"):
+        sizes_of([CONFIGS["small"]])
+
+
+def test_what_a_nested_configuration_leaves_to_its_class(tmp_path: Path) -> None:
+    """As the files of Gemma-3-4b and Qwen3-VL have it."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    found = command.sizes(str(tmp_path))
+    assert (found.heads, found.kv_heads, found.head_dim, found.vocabulary) == (8, 4, 256, 262208)
+    assert (found.norms, found.qk_norm, found.offset_norms, found.gelu) == (4, True, True, True)
+    assert parameters(found) == pytest.approx(3.88e9, rel=1e-2)
+    outer = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    found = command.sizes(str(tmp_path))
+    assert found.qk_norm
+    assert not found.tied
+
+
+def test_what_does_not_fit_the_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main([LLAMA, "--tokens", "65536", "--gpu", "h100"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Does not fit"))
+    assert line.startswith("Does not fit the 79 GiB of one NVIDIA H100")
+    command.main([LLAMA, "--tokens", "4096", "--gpu", "h100"])
+    assert "Does not fit" not in capsys.readouterr().out

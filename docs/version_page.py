@@ -1,6 +1,7 @@
 """Writes the table of the releases of PyTorch that `tools.matrix` ran llmk on."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,20 @@ def _row(head: str, cells: list[str]) -> str:
 
 
 def _commits(checks: dict[str, Any]) -> str:
-    """Each commit, with the checks that ran of it where there are several."""
-    names: dict[str, list[str]] = {}
-    for name, check in checks.items():
-        names.setdefault(check["commit"], []).append(name)
-    if len(names) == 1:
-        return next(iter(names))
-    return "; ".join(f"{commit}: {', '.join(of)}" for commit, of in names.items())
+    """Each commit once: `docs/versions.json` has that of each check."""
+    return ", ".join(dict.fromkeys(check["commit"] for check in checks.values()))
 
 
 def _cell(checks: dict[str, Any], name: str) -> str:
+    """Of a check that passed what it counted, in a few words, so that three columns fit a screen."""
     if name not in checks:
         return "not run"
     check = checks[name]
-    said = "" if name == "import" and check["passed"] else f": {check['said']}"
-    return f"{'ok' if check['passed'] else '**failed**'}{said.replace('|', '/')}"
+    said = check["said"].replace("|", "/")
+    if not check["passed"]:
+        return f"**failed**: {said}"
+    return "ok" if name == "import" else f"ok: {UNCOUNTED.sub('', said)}"
+
+
+UNCOUNTED = re.compile(r", 0 broken.*|, \d+ (skipped|warnings?)| in [\d.]+s.*|, eager and compiled")
+"""What a check says besides: that nothing else happened, and how long it took."""

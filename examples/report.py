@@ -68,10 +68,18 @@ class Difference:
 
 
 def progress_bar(result: Result, steps: int, shown: bool = True) -> "tqdm[int]":
-    """The steps that are still to do."""
+    """The steps that are still to do, in a bar that leaves its postfix the half of 80 columns."""
     done = len(result.losses)
     interval = 0.1 if sys.stderr.isatty() else 10.0  # a log needs fewer lines than a terminal
-    return tqdm(range(done, steps), result.blocks, initial=done, total=steps, mininterval=interval, disable=not shown)
+    return tqdm(
+        range(done, steps),
+        result.blocks,
+        initial=done,
+        total=steps,
+        mininterval=interval,
+        disable=not shown,
+        bar_format="{desc:<5} {bar:16} {n_fmt}/{total_fmt} {elapsed}{postfix}",
+    )
 
 
 @contextlib.contextmanager
@@ -82,9 +90,9 @@ def compiling(bar: "tqdm[int]") -> Iterator[None]:
     def tell() -> None:
         while not done.wait(bar.mininterval):
             seconds = time.monotonic() - start
-            bar.set_postfix_str(f"the first step compiles: {seconds:.0f} s so far, most take 15 to 60")
+            bar.set_postfix_str(f"the first step compiles: {seconds:.0f} s of 15 to 60")
 
-    bar.set_postfix_str("the first step compiles, which takes 15 to 60 s")
+    bar.set_postfix_str("the first step compiles, 15 to 60 s")
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
     try:
@@ -145,11 +153,8 @@ def verdict(difference: Difference, dtype: torch.dtype) -> str:
 def plot_losses(file: Path, title: str, results: list[Result]) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for result in reversed(results):  # plain PyTorch wide and pale below, llmk thin on top
-        label = LABELS[result.blocks]
-        if result.measured:
-            label += f", {result.measured.tokens_per_second:,.0f} tokens/s"
-        width = 5.0 if result.blocks == "plain" else 1.5
-        axes.plot(range(1, len(result.losses) + 1), result.losses, color=COLORS[result.blocks], lw=width, label=label)
+        steps, width = range(1, len(result.losses) + 1), 5.0 if result.blocks == "plain" else 1.5
+        axes.plot(steps, result.losses, color=COLORS[result.blocks], lw=width, label=LABELS[result.blocks])
     axes.set_title(title, loc="left")
     axes.set_xlabel("step")
     axes.set_ylabel("loss")

@@ -9,7 +9,9 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 
 import torch
@@ -65,7 +67,19 @@ def compiling(inductor: bool) -> tuple[bool, str]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if inductor:
         return outcome(f"torch.compile on {device}, one graph", lambda: try_call(device, "inductor"))
-    return outcome("traced as one graph; --inductor compiles it too", lambda: try_call(device, "aot_eager"))
+    traces, said = outcome("", lambda: try_call(device, "aot_eager"))
+    if not traces:
+        return False, said
+    compiler = missing_compiler(device)
+    return True, f"traced as one graph; {compiler or '--inductor tries the code, too'}"
+
+
+def missing_compiler(device: str) -> str:
+    """Say which compiler is missing, of C for Triton's launchers or of C++ for Inductor's code, or nothing."""
+    name, other, variable = ("gcc", "clang", "CC") if device == "cuda" else ("g++", "clang++", "CXX")
+    if any(map(shutil.which, (os.environ.get(variable, name), name, other))):
+        return ""
+    return f"no compiler: neither {name} nor {variable} is there, and code cannot be made"
 
 
 def device_line() -> str:
@@ -101,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **{name: installed(name, used_by) for name, used_by in EXTRAS.items()},
     }
     for name, text in lines.items():
-        print(f"{name:<13}{text}"[:WIDTH])
+        print(textwrap.fill(text, WIDTH, initial_indent=f"{name:<13}", subsequent_indent=" " * 13))
     return 0 if all(works for works, _ in said.values()) else 1
 
 

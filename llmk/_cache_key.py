@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch.compiler.config
 
-import llmk.ops
-import llmk.registry
+PACKAGES = ("ops", "registry")
 
 
 def add_sources_to_cache_key() -> None:
@@ -16,7 +15,7 @@ def add_sources_to_cache_key() -> None:
     kernel or backward kernel would be served from a stale entry in the next process (pytorch/pytorch#144344).
     """
     digest = hashlib.sha256()
-    for package in (llmk.ops, llmk.registry):
-        for path in sorted(Path(package.__path__[0]).glob("**/*.py")):
+    for package in PACKAGES:
+        for path in sorted((Path(__file__).parent / package).glob("**/*.py")):
             digest.update(path.read_bytes())
     torch.compiler.config.cache_key_tag += f"|llmk-{digest.hexdigest()[:16]}"

@@ -2,8 +2,13 @@
 
 `public_op` registers what people call, `torch.ops.llmk.NAME`; `KernelOp` registers the private operators it is made of,
 one per step that launches kernels. `OPS` holds the records, which opcheck, the tests, the benchmarks and the docs read.
+Whoever asks for `OPS` here gets all of them: the operators are loaded first.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from llmk.registry import record
 from llmk.registry.backward_op import no_gradient, or_no_gradient
 from llmk.registry.call import CallOp, FromArguments, from_arguments, with_arguments
 from llmk.registry.checks import (
@@ -42,7 +47,7 @@ from llmk.registry.jit import jit
 from llmk.registry.kernel_op import KernelOp, like_first, wrap_triton
 from llmk.registry.launch import empty
 from llmk.registry.public_op import public_op
-from llmk.registry.record import OPS, RULE, Cost, Op, Sample, Tolerance
+from llmk.registry.record import RULE, Cost, Op, Sample, Tolerance
 from llmk.registry.sharding import (
     PARTIAL,
     REPLICATE,
@@ -54,6 +59,9 @@ from llmk.registry.sharding import (
     split_around_dim,
     split_rows,
 )
+
+if TYPE_CHECKING:
+    from llmk.registry.record import OPS
 
 __all__ = [
     "LARGEST",
@@ -113,3 +121,10 @@ __all__ = [
     "with_arguments",
     "wrap_triton",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "OPS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module("llmk.ops")
+    return record.OPS

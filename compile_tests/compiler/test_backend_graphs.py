@@ -316,5 +316,6 @@ def test_options_that_are_not_inductors_are_named_with_what_takes_them() -> None
     message = r"options: expected settings of Inductor: .*drop_logits; .* are arguments of llmk\.compile"
     with pytest.raises(ValueError, match=message):
         llmk.compile(norm, options={"drop_logits": True})
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
-        torch.compile(norm, backend="llmk", options={"drop_logits": True})(torch.randn(4, 8))
+    for options in ({"no_such": True}, {"drop_logits": 1}, {"only": "rms_norm"}):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="expected"):
+            torch.compile(norm, backend="llmk", options=options)(torch.randn(4, 8))

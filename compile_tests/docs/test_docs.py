@@ -21,6 +21,36 @@ def test_python_runs(page: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, f"{page.name}:\n{result.stdout}\n{result.stderr}"
 
 
+def test_a_page_says_where_what_git_does_not_have_is_shown() -> None:
+    """In a line that is a comment for the site, and text for whoever reads the file."""
+    found = 0
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        text = page.read_text()
+        said = f"% Generated: `make docs` writes what comes here, and `docs/_build/html/{page.stem}.html` shows it.\n\n"
+        assert text.count("```{include} ops/") == text.count(f"{said}```{{include}} ops/"), page.name
+        found += text.count(said)
+    assert found > 10
+    assert "`make docs`" in (ROOT / "README.md").read_text()
+
+
+def test_reports_of_opcheck_are_named_with_their_day() -> None:
+    page = (ROOT / "docs" / "opcheck.md").read_text()
+    named = re.findall(r'href="(opcheck-\w+(?:-\w+)?)\.html">[^<]*</a>, ([\d-]+)', page)
+    assert len(named) == page.count('<a href="opcheck-')
+    for name, day in named:
+        assert json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["date"] == day, name
+
+
+def test_versions_fit_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column for each release: no cell of a check that passed is longer than a few words."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    rows = [line for line in importlib.import_module("version_page").version_table().splitlines() if line[:1] == "|"]
+    cells = [cell.strip() for row in rows for cell in row.strip("|").split("|")[1:]]
+    passed = [cell for cell in cells if cell.startswith("ok")]
+    assert len(passed) > 20
+    assert [cell for cell in passed if len(cell) > 40] == []
+
+
 def test_make_verbs_exist() -> None:
     makefile = ROOT / "Makefile"
     if not makefile.exists():

@@ -159,6 +159,18 @@ def test_a_model_whose_parts_raise_is_left_with_the_reason():
     assert_same_training(model.eval(), original.eval(), input_ids=ids, labels=ids)
 
 
+def test_the_report_says_where_nothing_will_run():
+    """In float64 every call is left to the model's own code; a weight that operators take is enough for the others."""
+    model = small_model("Llama").double()
+    text = " ".join(str(patch(model)).split())
+    assert text.startswith(
+        "The weights are torch.float64, operators take torch.bfloat16, torch.float16, torch.float32: "
+    )
+    assert "the model's own code runs" in text
+    model.model.norm.float()
+    assert "own code runs" not in str(patch(model))
+
+
 def test_what_the_report_says():
     assert str(patch(nn.Linear(3, 3))) == "Linear: nothing replaced, nothing found that operators compute"
     report = patch(small_model("Llama"))

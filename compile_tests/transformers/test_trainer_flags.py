@@ -12,6 +12,8 @@ accelerate = pytest.importorskip("accelerate")
 from torch._dynamo.utils import counters  # noqa: E402
 
 from compile_tests.helpers.families import small_model, tokens  # noqa: E402
+from llmk.compiler import Report, backend  # noqa: E402
+from llmk.registry.private import compilers  # noqa: E402
 from llmk.transformers import PatchCallback, patch  # noqa: E402
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -96,3 +98,59 @@ def test_accelerate():
     want = losses(False)
     assert losses(True) == pytest.approx(want, rel=WITHIN["bf16"])
     assert counters["stats"]["unique_graphs"] > 0
+
+
+class Steps:
+    """Two steps of a model in a trainer, and their losses."""
+
+    def __init__(self, folder: Path) -> None:
+        self.settings: dict[str, Any] = {
+            **dict(output_dir=str(folder), max_steps=2, per_device_train_batch_size=2, logging_steps=1),
+            **dict(save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True),
+        }
+
+    def trainer(self, model: Any) -> list[float]:
+        rows = [{"input_ids": row, "labels": row} for row in tokens(8, 12).tolist()]
+        settings = transformers.TrainingArguments(**self.settings)
+        return self._logged(transformers.Trainer(model, settings, train_dataset=rows))
+
+    def sft(self, model: Any) -> list[float]:
+        """TRL computes the loss in chunks of its own, of which the backend sees none: `llmk.trl.patch` replaces it."""
+        trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+        tokenizers = pytest.importorskip("tokenizers")
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
+        text = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<unk>")
+        rows = datasets.Dataset.from_list([{"input_ids": row} for row in tokens(8, 12).tolist()])
+        settings = trl.SFTConfig(**self.settings, bf16=False, gradient_checkpointing=False)
+        return self._logged(trl.SFTTrainer(model, settings, train_dataset=rows, processing_class=text))
+
+    def accelerate(self, model: Any) -> list[float]:
+        accelerator = accelerate.Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-5))
+        found = []
+        for rows in tokens(8, 12).split(4):
+            loss = model(input_ids=rows, labels=rows).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def _logged(self, trainer: Any) -> list[float]:
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sft", "accelerate"])
+def test_a_model_that_is_compiled_in_place(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By the line of the docs. Without Inductor, so that what is put in runs as it is."""
+    monkeypatch.setattr(compilers, "compile_fx", lambda gm, inputs, **settings: gm.forward)
+    report = Report()
+    monkeypatch.setattr(backend, "EVERYTHING", report)
+    model = small_model("Llama")
+    model.compile(backend="llmk", options={"drop_logits": True})
+    got = getattr(Steps(tmp_path), kind)(model)
+    assert len(got) == 2
+    assert got == pytest.approx(getattr(Steps(tmp_path), kind)(small_model("Llama")), rel=1e-4)
+    assert report.replaced["swiglu"] == 2
+    assert report.replaced.get("fused_linear_ce", 0) == (kind != "sft")

@@ -11,6 +11,12 @@ function first(config, names, otherwise) {
   return otherwise;
 }
 
+function count(config, names, otherwise) {
+  const found = first(config, names, otherwise);
+  if (!Number.isInteger(found)) throw new Error(`${names.join(" or ")}: expected a whole number, got ${JSON.stringify(found)}`);
+  return found;
+}
+
 function sizesOf(figures, given) {
   const config = { ...given, ...(given.text_config || {}) }, kinds = figures.model_types;
   const kind = config.model_type || "";
@@ -21,25 +27,25 @@ function sizesOf(figures, given) {
   if (layers.some((layer) => !layer.includes("attention") || layer.includes("linear"))) {
     throw new Error("layer_types: expected attention alone, got " + layers.join(", "));
   }
-  const experts = first(config, ["num_experts", "num_local_experts"], 0);
-  const heads = first(config, ["num_attention_heads"]), hidden = first(config, ["hidden_size"]);
+  const experts = count(config, ["num_experts", "num_local_experts"], 0);
+  const heads = count(config, ["num_attention_heads"]), hidden = count(config, ["hidden_size"]);
   return {
     hidden: hidden,
-    layers: first(config, ["num_hidden_layers"]),
+    layers: count(config, ["num_hidden_layers"]),
     heads: heads,
-    kv_heads: first(config, ["num_key_value_heads"], heads),
-    head_dim: first(config, ["head_dim"], Math.floor(hidden / heads)),
-    vocabulary: first(config, ["vocab_size"]),
-    intermediate: experts ? 0 : first(config, ["intermediate_size"]),
+    kv_heads: count(config, ["num_key_value_heads"], heads),
+    head_dim: count(config, ["head_dim"], Math.floor(hidden / Math.max(1, heads))),
+    vocabulary: count(config, ["vocab_size"]),
+    intermediate: experts ? 0 : count(config, ["intermediate_size"]),
     norms: kinds.norms[kind] || 2,
     qk_norm: kinds.qk_norm.includes(kind),
     offset_norms: kinds.offset_norms.includes(kind),
     softcap: Boolean(config.final_logit_softcapping),
     gelu: first(config, ["hidden_activation", "hidden_act"], "silu").includes("gelu"),
-    tied: Boolean(config.tie_word_embeddings ?? true),
+    tied: Boolean(given.tie_word_embeddings ?? config.tie_word_embeddings ?? true),
     experts: experts,
-    experts_per_token: experts ? first(config, ["num_experts_per_tok"]) : 0,
-    expert_intermediate: experts ? first(config, ["moe_intermediate_size", "intermediate_size"]) : 0,
+    experts_per_token: experts ? count(config, ["num_experts_per_tok"]) : 0,
+    expert_intermediate: experts ? count(config, ["moe_intermediate_size", "intermediate_size"]) : 0,
   };
 }
 

@@ -15,6 +15,7 @@ from llmk.compiler.report import EVERYTHING, Note, Report, module_of, noted, war
 from llmk.compiler.rules import RewriteRule, all_rules, chosen
 from llmk.compiler.segments import Segment, segments, why_it_stays
 from llmk.compiler.trace import Modes, NotTraced, checkpoint_body, pairs_of, put_back, returned_alone, traced
+from llmk.registry import check_flag
 from llmk.registry.private import compilers
 from llmk.registry.private.modes import saved_tensors_unhooked
 
@@ -160,8 +161,21 @@ def _failure(what: str, error: Exception) -> Note:
 def llmk(
     gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile a graph for `torch.compile(backend="llmk")`, with `mode` and `options` as Inductor takes them."""
-    return Backend(chosen(None, None), _config_of(mode, options, None), EVERYTHING)(gm, example_inputs)
+    """Compile a graph for `torch.compile(backend="llmk")`, with `mode` and `options` as Inductor takes them.
+
+    Those of `OWN` in `options` are the arguments of `compile`: `Module.compile` and a trainer hand on nothing else.
+    """
+    given = options or {}
+    own = {name: value for name, value in given.items() if name in OWN}
+    config = _config_of(mode, {name: value for name, value in given.items() if name not in OWN}, None)
+    operators = chosen(own.pop("only", None), own.pop("without", None))
+    for name, value in own.items():
+        check_flag(f"options[{name!r}]", value)
+    return Backend(operators, config, EVERYTHING, **own)(gm, example_inputs)
+
+
+OWN = ("only", "without", "drop_logits", "verify")
+"""What `torch.compile(backend="llmk", options=...)` takes besides settings of Inductor."""
 
 
 def _config_of(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> tuple[tuple[str, Any], ...]:
@@ -169,7 +183,7 @@ def _config_of(mode: str | None, options: dict[str, Any] | None, dynamic: bool |
         return tuple(sorted(compilers.config_of(mode, options, dynamic).items()))
     except RuntimeError as error:  # Inductor's, which lists its hundreds of settings
         what = str(error).partition(", known ")[0]
-        ours = "only, without, report, drop_logits and verify are arguments of llmk.compile"
+        ours = f"{', '.join(OWN)} are arguments of llmk.compile, and options of backend='llmk'"
         raise ValueError(f"options: expected settings of Inductor: {what}; {ours}") from error
 
 

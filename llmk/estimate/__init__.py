@@ -99,40 +99,50 @@ class Sizes:
             raise ValueError("experts: expected experts_per_token and expert_intermediate beside it")
 
 
-def sizes_of(config: dict[str, Any]) -> Sizes:
+def sizes_of(config: Any) -> Sizes:
     """Return the sizes in a `config.json` of transformers.
 
     Raises:
-        ValueError: A key is missing, or the model has layers that the formula does not know.
+        ValueError: It is no object, a key is missing or no number, or the formula does not know the model's layers.
     """
-    config = {**config, **config.get("text_config", {})}
+    if not isinstance(config, dict):
+        raise ValueError(f"expected a configuration, a JSON object, got a {type(config).__name__}")
+    tied = config.get("tie_word_embeddings")  # of a nested one the outer, which holds the projection
+    config = {**config, **(config.get("text_config") or {})}
     kind = config.get("model_type", "")
     for name in KINDS["unknown_keys"]:
         if config.get(name):
             raise ValueError(f"{name}: the estimate does not know the layers of such a model, {kind or 'of no type'}")
     if any("attention" not in str(layer) or "linear" in str(layer) for layer in config.get("layer_types") or ()):
         raise ValueError(f"layer_types: expected attention alone, got {sorted(set(config['layer_types']))}")
-    experts = _first(config, "num_experts", "num_local_experts", default=0)
-    heads, hidden = _first(config, "num_attention_heads"), _first(config, "hidden_size")
-    width = _first(config, "moe_intermediate_size", "intermediate_size") if experts else 0
+    experts = _count(config, "num_experts", "num_local_experts", default=0)
+    heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
+    width = _count(config, "moe_intermediate_size", "intermediate_size") if experts else 0
     return Sizes(
         hidden=hidden,
-        layers=_first(config, "num_hidden_layers"),
+        layers=_count(config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=_first(config, "num_key_value_heads", default=heads),
-        head_dim=_first(config, "head_dim", default=hidden // heads),
-        vocabulary=_first(config, "vocab_size"),
-        intermediate=0 if experts else _first(config, "intermediate_size"),
+        kv_heads=_count(config, "num_key_value_heads", default=heads),
+        head_dim=_count(config, "head_dim", default=hidden // max(1, heads)),
+        vocabulary=_count(config, "vocab_size"),
+        intermediate=0 if experts else _count(config, "intermediate_size"),
         norms=KINDS["norms"].get(kind, 2),
         qk_norm=kind in KINDS["qk_norm"],
         offset_norms=kind in KINDS["offset_norms"],
         softcap=bool(config.get("final_logit_softcapping")),
         gelu="gelu" in _first(config, "hidden_activation", "hidden_act", default="silu"),
-        tied=bool(config.get("tie_word_embeddings", True)),
+        tied=bool(config.get("tie_word_embeddings", True) if tied is None else tied),
         experts=experts,
-        experts_per_token=_first(config, "num_experts_per_tok") if experts else 0,
+        experts_per_token=_count(config, "num_experts_per_tok") if experts else 0,
         expert_intermediate=width,
     )
+
+
+def _count(config: dict[str, Any], *names: str, default: int | None = None) -> int:
+    found = _first(config, *names, default=default)
+    if type(found) is not int:
+        raise ValueError(f"{' or '.join(names)}: expected a whole number, got {found!r}")
+    return found
 
 
 def _first(config: dict[str, Any], *names: str, default: Any = None) -> Any:

@@ -9,6 +9,7 @@ model that the formula does not cover.
 """
 
 import argparse
+import importlib.util
 import json
 import sys
 import textwrap
@@ -20,6 +21,8 @@ import llmk.estimate
 from llmk.estimate import FIGURES, PARTS, WAYS, Sizes, estimate, parameters, sizes_from, sizes_of
 
 WIDTH = 80
+MEMORY_GIB = {"h100": 79, "h200": 139}
+"""What PyTorch says that each GPU has."""
 TITLES = {"rest": "the rest", "step": "step, in all"}
 
 
@@ -57,7 +60,20 @@ def sizes(model: str) -> Sizes:
         path = path / "config.json"
     if "=" in model and not path.exists():
         return sizes_from(model)
-    return sizes_of(json.loads(path.read_text()))
+    return sizes_of(with_defaults(json.loads(path.read_text())))
+
+
+def with_defaults(config: Any) -> Any:
+    """Add what a configuration leaves to the defaults of its class, as Gemma-3-4b's does, if transformers is there."""
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind is None or importlib.util.find_spec("transformers") is None:
+        return config
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[kind].from_dict(config).to_dict()
+    except Exception:  # of a type that it does not know, or with values that it refuses: what is there is looked at
+        return config
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
@@ -76,6 +92,12 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
             continue
         yield f"{TITLES.get(part, part):<12}" + "".join(cells(found[way][part]) for way in WAYS)
     yield ""
+    too_large = [way for way in WAYS if found[way]["step"]["gib"] > MEMORY_GIB[options.gpu]]
+    if too_large:
+        yield from textwrap.wrap(
+            f"Does not fit the {MEMORY_GIB[options.gpu]} GiB of one {measured['device']}: {', '.join(too_large)}.",
+            WIDTH,
+        )
     for note in notes(options.sizes, options.tokens, options.gpu):
         yield from textwrap.wrap(note, WIDTH)
 

@@ -3,6 +3,10 @@
 Needs the package `transformers`, 5 or newer; nothing else in llmk does.
 """
 
+from llmk._loading import require
+
+require("transformers", "llmk.transformers", "'llmk[transformers]'")
+
 from llmk.transformers import experts as experts  # which registers them
 from llmk.transformers.auto import AutoModelForCausalLM, PatchCallback
 from llmk.transformers.expert_parallel import expert_parallel

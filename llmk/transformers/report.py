@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.classes import changes_of, set_classes, unpatched_class
 from llmk.transformers.guards import FELL_BACK
 from llmk.transformers.rewrite import source_of_method
@@ -97,7 +98,16 @@ class Report:
         if not self.replaced:
             place = type(self.model).__name__
             lines.insert(0, f"{place}: nothing replaced" + ("" if rows else ", nothing found that operators compute"))
-        return "\n".join(lines)
+        return "\n".join([*_dtypes_that_do_not_run(self.model), *lines])
+
+
+def _dtypes_that_do_not_run(model: nn.Module) -> list[str]:
+    """A line where no operator takes the weights' dtype, and the guards would leave every call to the model's code."""
+    dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    if not dtypes or dtypes & set(FLOAT_DTYPES):
+        return []
+    found, taken = (", ".join(sorted(map(str, of))) for of in (dtypes, FLOAT_DTYPES))
+    return textwrap.wrap(f"The weights are {found}, operators take {taken}: the model's own code runs.", WIDTH)
 
 
 def _aligned(rows: list[tuple[str, str, str, str]]) -> list[list[str]]:

@@ -3,6 +3,10 @@
 Needs the package `trl`, 1.16; nothing else in llmk does.
 """
 
+from llmk._loading import require
+
+require("trl", "llmk.trl", "'llmk[trl]'")
+
 from llmk.trl.patch import Report, patch
 
 __all__ = ["Report", "patch"]

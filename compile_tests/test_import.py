@@ -1,0 +1,90 @@
+"""`import llmk` takes no time, and all of it is there: operators and modules load when they are first used."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, which has imported nothing."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def require_runs(code: str) -> None:
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["llmk", "llmk.opcheck"])
+def test_import_loads_no_operator_and_nothing_of_the_compiler(module: str) -> None:
+    """Which are the two seconds that it took; an installed backend is found by its entry point."""
+    require_runs(f"""
+        import sys, torch, triton
+        from llmk.registry.private import compilers
+        compilers.entry_points = lambda **asked: [asked]
+        before = set(sys.modules)
+        import {module}
+        new = sys.modules.keys() - before
+        heavy = ("llmk.ops", "llmk.nn", "llmk.losses", "torch._dynamo", "torch.distributed.tensor")
+        assert not [name for name in new if name.startswith(heavy)], new
+    """)
+
+
+FIRST_USES = {
+    "operator": "assert torch.ops.llmk.rms_norm(x, w).shape == x.shape",
+    "held before": "assert held.rms_norm(x, w).shape == x.shape",
+    "compiled": "assert torch.compile(call, fullgraph=True, backend='aot_eager')(x, w).shape == x.shape",
+    "backend": "torch.compile(F.rms_norm, backend='llmk')(x, (64,), w); assert llmk.compile_report().replaced",
+    "named": "assert torch.ops.llmk.add.default.__module__ == 'torch._ops.llmk', torch.ops.llmk.add.default.__module__",
+    "records": "from llmk.registry import OPS; assert 'rms_norm' in OPS and len(OPS) > 30",
+    "module": "assert llmk.nn.RMSNorm(64)(x).shape == x.shape",
+    "from": "from llmk import functional; assert functional.rms_norm(x, w).shape == x.shape",
+    "dir": "assert 'rms_norm' in dir(torch.ops.llmk) and 'transformers' in dir(llmk)",
+    "missing": "assert not hasattr(torch.ops.llmk, 'no_such') and not hasattr(llmk, 'no_such')",
+    "threads": """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(4) as pool:
+    assert len(set(pool.map(lambda i: torch.ops.llmk.rms_norm, range(4)))) == 1
+""",
+}
+
+
+def test_first_uses() -> None:
+    """Each in a process of its own, forked from one that has imported llmk and used nothing of it."""
+    require_runs(f"""
+        import torch, torch.nn.functional as F
+        held = torch.ops.llmk
+        import llmk
+        from compile_tests.helpers.forked import forked
+        def call(x, w): return torch.ops.llmk.rms_norm(x, w)
+        for name, use in {FIRST_USES!r}.items():
+            x, w = torch.randn(3, 64), torch.ones(64)
+            done = forked(1, lambda: exec(use, globals()))
+            assert done["codes"] == [0], (name, done)
+    """)
+
+
+def test_modules_of_frameworks_are_attributes() -> None:
+    pytest.importorskip("trl")
+    require_runs("import llmk; llmk.transformers.patch, llmk.trl.patch, llmk.verl.patch, llmk.estimate.estimate")
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "install"),
+    [
+        ("llmk", "triton", "triton"),
+        ("llmk.transformers", "transformers", "'llmk[transformers]'"),
+        ("llmk.trl", "trl", "'llmk[trl]'"),
+    ],
+)
+def test_a_missing_package_is_named_with_what_to_install(module: str, package: str, install: str) -> None:
+    done = run(f"import sys; sys.modules[{package!r}] = None; import llmk; {module}")
+    line = f"ModuleNotFoundError: {module} needs the package {package}: pip install {install}"
+    assert done.stderr.splitlines()[-1] == line
+    assert done.returncode == 1
