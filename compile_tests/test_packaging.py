@@ -67,7 +67,7 @@ def names_in(wheel: Path) -> set[str]:
 def sources(root: Path) -> set[str]:
     """Every file of the packages, under the name that it is imported by."""
     own = {path.relative_to(root) for path in (root / "llmk").glob("**/*.py")}
-    own |= {Path("llmk/py.typed"), Path("llmk/estimate/figures.json")}
+    own |= {Path("llmk/py.typed"), Path("llmk/estimate/figures.json"), Path("llmk/hub/card.md")}
     linked = {
         path.relative_to(root) for folder in ("ops", "registry", "opcheck") for path in (root / folder).glob("**/*.py")
     }
