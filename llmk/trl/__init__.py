@@ -3,6 +3,10 @@
 Needs the package `trl`, 1.16; nothing else in llmk does.
 """
 
+from llmk.ranges import check_version
+
+check_version("trl", "llmk.trl")  # before what an older version lacks
+
 from llmk.trl.patch import Report, patch
 
 __all__ = ["Report", "patch"]
