@@ -1,6 +1,6 @@
 """llmk in Hugging Face models: `patch(model)` is all there is to do.
 
-Needs the package `transformers`, 5.5.3 or newer; nothing else in llmk does.
+Needs the package `transformers`, 5.10.4 or newer; nothing else in llmk does.
 """
 
 from llmk.ranges import check_version
