@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -82,6 +81,12 @@ def test_wheel_holds_every_source_and_nothing_else(copy: Path, wheel: Path) -> N
     assert {f"{op.module.replace('.', '/')}.py" for op in OPS.values()} <= names
 
 
+def test_a_wheel_is_small_and_has_what_is_used(wheel: Path) -> None:
+    assert wheel.stat().st_size < 1_000_000
+    assert {name.partition("/")[0] for name in names_in(wheel)} == {"llmk", "llmk_pytest.py"}
+    assert not [name for name in names_in(wheel) if re.search(r"(^|/)(compile_tests|tests?|benchmarks|tools)/", name)]
+
+
 def test_wheel_of_the_source_archive_is_the_same(copy: Path, unpacked: Path, tmp_path: Path) -> None:
     assert names_in(build(unpacked, "wheel", tmp_path)) == sources(copy)
 
@@ -109,10 +114,9 @@ def test_metadata_says_what_it_is(wheel: Path) -> None:
 
 
 def test_every_file_has_the_same_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert cited is not None
-    assert project["version"] == cited[1] == llmk.__version__
+    assert cited[1] == llmk.__version__  # pyproject.toml takes it from there
 
 
 @pytest.mark.parametrize("name", ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"])
