@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -67,7 +66,7 @@ def names_in(wheel: Path) -> set[str]:
 def sources(root: Path) -> set[str]:
     """Every file of the packages, under the name that it is imported by."""
     own = {path.relative_to(root) for path in (root / "llmk").glob("**/*.py")}
-    own |= {Path("llmk/py.typed"), Path("llmk/estimate/figures.json")}
+    own |= {Path("llmk/py.typed"), Path("llmk/estimate/figures.json"), Path("llmk/hub/card.md")}
     linked = {
         path.relative_to(root) for folder in ("ops", "registry", "opcheck") for path in (root / folder).glob("**/*.py")
     }
@@ -80,6 +79,12 @@ def test_wheel_holds_every_source_and_nothing_else(copy: Path, wheel: Path) -> N
     assert names == sources(copy)
     assert str("llmk" / NEW) in names
     assert {f"{op.module.replace('.', '/')}.py" for op in OPS.values()} <= names
+
+
+def test_a_wheel_is_small_and_has_what_is_used(wheel: Path) -> None:
+    assert wheel.stat().st_size < 1_000_000
+    assert {name.partition("/")[0] for name in names_in(wheel)} == {"llmk", "llmk_pytest.py"}
+    assert not [name for name in names_in(wheel) if re.search(r"(^|/)(compile_tests|tests?|benchmarks|tools)/", name)]
 
 
 def test_wheel_of_the_source_archive_is_the_same(copy: Path, unpacked: Path, tmp_path: Path) -> None:
@@ -109,10 +114,9 @@ def test_metadata_says_what_it_is(wheel: Path) -> None:
 
 
 def test_every_file_has_the_same_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert cited is not None
-    assert project["version"] == cited[1] == llmk.__version__
+    assert cited[1] == llmk.__version__  # pyproject.toml takes it from there
 
 
 PAGES = ["action.yml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]

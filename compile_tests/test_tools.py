@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmk.registry.devices import INTERPRET
 from tools import snapshot
+from tools.release import release_text
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: a snapshot is of plain PyTorch")
@@ -54,6 +55,34 @@ def test_a_snapshot_sees_what_has_gone(part: str) -> None:
     before = now | {part: now[part] | {"gone": "()"}, "results": {"not asked for": "1"}}
     assert list(snapshot.differences(before, now)) == [f"{part}: gone\n  before ()\n  after  not there"]
     assert list(snapshot.differences(before | {part: now[part]}, now)) == []
+
+
+CHANGES = """# Changelog
+
+## Unreleased
+
+- Next.
+
+## 1.2.0 (2026-11-28)
+
+- This one.
+
+## 1.1.0 (2026-10-01)
+
+- Older.
+"""
+
+
+def test_the_text_of_a_release_is_its_section() -> None:
+    citation = "title: llmk\nversion: 1.2.0\nlicense: Apache-2.0\n"
+    assert release_text("v1.2.0", "1.2.0", CHANGES, citation) == "- This one."
+    assert release_text("v1.1.0", "1.1.0", CHANGES, "a: b\nversion: 1.1.0\n") == "- Older."
+    with pytest.raises(ValueError, match=r"^tag: expected v1.2.0, as llmk.__version__ has it, got v1.2.1$"):
+        release_text("v1.2.1", "1.2.0", CHANGES, citation)
+    with pytest.raises(ValueError, match=r"^CITATION.cff: expected version: 1.1.0$"):
+        release_text("v1.1.0", "1.1.0", CHANGES, citation)
+    with pytest.raises(ValueError, match=r"^CHANGELOG.md: expected one section '## 2.0.0 \(YYYY-MM-DD\)', got 0$"):
+        release_text("v2.0.0", "2.0.0", CHANGES, "a: b\nversion: 2.0.0\n")
 
 
 def test_every_program_is_in_the_list() -> None:

@@ -19,6 +19,7 @@ import triton
 
 import llmk
 from llmk.opcheck.calls import first_line
+from llmk.ranges import complaint
 from llmk.registry import OPS
 from llmk.registry.devices import INTERPRET
 
@@ -93,7 +94,8 @@ def device_line() -> str:
 
 def installed(distribution: str, used_by: str) -> str:
     try:
-        return f"{importlib.metadata.version(distribution)}, for {used_by}"
+        version, said = importlib.metadata.version(distribution), complaint(distribution, used_by)
+        return f"{version}, for {used_by}" if said is None else said.removeprefix(f"{distribution}: ")
     except importlib.metadata.PackageNotFoundError:
         return f"not installed; {used_by} needs it: pip install {distribution}"
 

@@ -14,6 +14,8 @@ from llmk.registry.record import FLOAT_DTYPES
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+PACKAGE = __name__.removesuffix(".registry.checks")
+
 
 def _dtypes(dtypes: Sequence[object]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -135,7 +137,7 @@ def check_switch(name: str, value: float) -> None:
 
 def check_home(fn: Callable[..., Any]) -> None:
     """An operator lives under llmk.ops: `import ops` at the root finds the folder, and would register it twice."""
-    if not fn.__module__.startswith("llmk.ops."):
+    if not fn.__module__.startswith(f"{PACKAGE}.ops."):
         raise RuntimeError(
             f"{fn.__name__} comes from module {fn.__module__!r}: llmk's operators live under llmk.ops "
             "(import llmk, not its folders; for an operator of your own, build an llmk.registry.Op)"

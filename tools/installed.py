@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 
 from compile_tests.helpers.pages import PYTHON_PAGES, ROOT, script_of
-from tools.matrix import TRANSFORMERS, VERSIONS
+from tools.matrix import VERSIONS
 
 NEWEST = list(VERSIONS)[-1]
-WANTED = [f"torch=={NEWEST}", *VERSIONS[NEWEST], f"transformers=={TRANSFORMERS}"]
+WANTED = [f"torch=={NEWEST}", *VERSIONS[NEWEST]]
 
 
 def away_from_the_checkout() -> dict[str, str]:
@@ -30,7 +30,7 @@ def environment_with(file: Path, folder: Path) -> Path:
     constraints.write_text("\n".join(WANTED))  # instead of any that pip was set up with
     settings = away_from_the_checkout() | {"PIP_CONSTRAINT": str(constraints)}
     python = folder / "bin" / "python"
-    wanted = [str(file), f"transformers=={TRANSFORMERS}", "numpy"]
+    wanted = [f"{file}[transformers]", "numpy"]
     subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True, env=settings)
     return python
 

@@ -1,4 +1,4 @@
-"""llmk on the releases of PyTorch that people install, each in an environment of its own.
+"""llmk on the releases of PyTorch, transformers and TRL that people install, each in an environment of its own.
 
 `python -m tools.matrix` makes the environments, runs the checks of matrix_checks.py in each, one after the other, and
 writes what came out to docs/versions.json, which the documentation shows. A release of CUDA is 3 GB to download and 6
@@ -20,13 +20,18 @@ from tools.matrix_checks import CHECKS
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "docs" / "versions.json"
 LONGEST = 3600  # seconds of a check
-TRANSFORMERS = "5.23.0"
 
-# What pip installs with each torch, but where a comment says otherwise.
+# What is installed with each torch: the Triton of its release, and both ends of the ranges of pyproject.toml.
 VERSIONS: dict[str, tuple[str, ...]] = {
-    "2.11.0": ("triton==3.6.0", "numpy<2.4"),  # with numpy 2.4 that Triton's interpreter fails at any loop
-    "2.13.0": ("triton==3.7.1", "numpy==2.4.6"),
-    "2.15.0": ("triton==3.9.0", "numpy==2.4.6"),
+    "2.11.0": (
+        "triton==3.6.0",
+        "numpy<2.4",  # with numpy 2.4 that Triton's interpreter fails at any loop
+        "transformers==5.10.4",
+        "trl==1.16.0",
+        "peft==0.21.0",
+    ),
+    "2.13.0": ("triton==3.7.1", "numpy==2.4.6", "transformers==5.23.0", "trl==1.16.0", "peft==0.21.2"),
+    "2.15.0": ("triton==3.9.0", "numpy==2.4.6", "transformers==5.24.0", "trl==1.16.0", "peft==0.21.2"),
 }
 
 
@@ -34,7 +39,7 @@ def make_environment(folder: Path, version: str) -> Path:
     """Install a release into `folder/VERSION`, unless it is there, and return its Python."""
     environment = folder / version
     python = environment / "bin" / "python"
-    wanted = [f"torch=={version}", *VERSIONS[version], f"transformers=={TRANSFORMERS}", "expecttest", "pytest"]
+    wanted = [f"torch=={version}", *VERSIONS[version], "expecttest", "pytest"]
     stamp = environment / ".installed"
     if stamp.exists() and stamp.read_text() == "\n".join(wanted):
         return python

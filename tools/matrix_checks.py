@@ -88,13 +88,21 @@ def ahead() -> None:
 def launching() -> None:
     """graphs and launches as a GPU gets them: tests of snapshots, the launcher, its cache and the fast path"""
     names = ("launcher", "launch_cache", "eager", "private")
-    files = ["compile_tests/ops/test_snapshots.py", *(f"compile_tests/registry/test_{name}.py" for name in names)]
+    _tests("compile_tests/ops/test_snapshots.py", *(f"compile_tests/registry/test_{name}.py" for name in names))
+
+
+def _tests(*files: str) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--show-capture=no", *files]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTEST_ADDOPTS": "-o addopts="})
     lines = done.stdout.strip().splitlines()
     if done.returncode:
         sys.exit("; ".join(line for line in lines if line.startswith(("FAILED", "ERROR"))) or done.stderr)
     print(lines[-1].strip("= "))
+
+
+def trl() -> None:
+    """TRL's trainers: tests of the patched and of the unpatched ones' losses"""
+    _tests("compile_tests/trl/test_trl.py", "compile_tests/trl/test_trainers.py")
 
 
 def llama() -> None:
@@ -204,6 +212,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "launches": launching,
     "llama": llama,
     "mixture": mixture,
+    "trl": trl,
     "export": export,
 }
 

@@ -21,6 +21,16 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HYBRID = {
+    **MOE,
+    "head_dim": 8,
+    "shared_expert_intermediate_size": 24,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 LATENT = {  # DeepSeek's attention
     "q_lora_rank": 16,
     "kv_lora_rank": 8,
@@ -73,16 +83,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "mamba_chunk_size": 8,
     },
-    "Qwen3Next": {
-        **MOE,
-        "head_dim": 8,
-        "shared_expert_intermediate_size": 24,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
+    "Qwen3Next": HYBRID,
+    "Qwen3_5MoeText": HYBRID,
     "GPTNeoX": {},
     "Starcoder2": {},
     "Helium": {"head_dim": 8},

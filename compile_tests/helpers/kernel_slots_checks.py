@@ -4,6 +4,7 @@ transformers asks for `kernels` when it is imported, and makes slots of its clas
 here is not among those that it asks for, its check of the version, and nothing else, is widened to it first.
 """
 
+import copy
 import json
 import sys
 import tempfile
@@ -33,9 +34,11 @@ from transformers.models.kimi_linear.modeling_kimi_linear import (  # noqa: E402
     KimiLinearRMSNormGated,
     chunk_kimi_delta_attention,
 )
+from transformers.models.laguna.modeling_laguna import LagunaTopKRouter  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan  # noqa: E402
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm  # noqa: E402
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter  # noqa: E402
 from transformers.models.qwen3_next.modeling_qwen3_next import (  # noqa: E402
     Qwen3NextRMSNormGated,
     causal_conv1d_fn,
@@ -51,13 +54,15 @@ from llmk.transformers.slots import LAYERS  # noqa: E402
 
 
 class Operators:
-    """ "aot_eager" that also counts llmk's operators in the one graph that it is given."""
+    """ "aot_eager" that also counts the operators of a namespace in the one graph that it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str = "llmk") -> None:
+        self.namespace = namespace
         self.graphs: list[dict[str, int]] = []
 
     def __call__(self, graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        names = [str(node.target) for node in graph.graph.nodes if str(node.target).startswith("llmk.")]
+        targets = (str(node.target) for node in graph.graph.nodes)
+        names = [target for target in targets if target.startswith(f"{self.namespace}.")]
         self.graphs.append({name: names.count(name) for name in sorted(set(names))})
         return lookup_backend("aot_eager")(graph, example_inputs)
 
@@ -179,6 +184,32 @@ def check_gated_norms() -> None:
         assert accuracy_violation(ours(x.float(), gate.float()), plain, exact) is None
         for others in ((x.float(), gate), (x, gate)):  # other dtypes run the model's own code
             assert Operators().of(ours, *others) == {}
+
+
+def check_the_router() -> None:
+    config = transformers.Qwen3_5MoeTextConfig(hidden_size=16, num_experts=8, num_experts_per_tok=3)
+    router, x = Qwen3_5MoeTopKRouter(config), torch.randn(2, 5, 16, dtype=torch.float64)
+    with torch.no_grad():
+        router.weight.normal_()
+    ours, wide = filled(copy.deepcopy(router)), copy.deepcopy(router).double()
+    assert Operators().of(ours, x.float()) == {"llmk.router_topk.default": 1}
+    (*got, experts), (*plain, _), (*exact, chosen) = ours(x.float()), router(x.float()), wide(x)
+    assert torch.equal(experts, chosen)
+    for values in zip(got, plain, exact, strict=True):
+        assert accuracy_violation(*values) is None
+    gradients = [
+        torch.autograd.grad(r(y)[1].pow(2).sum(), r.weight)[0]
+        for r, y in ((ours, x.float()), (router, x.float()), (wide, x))
+    ]
+    assert accuracy_violation(*gradients) is None
+    assert Operators().of(filled(wide), x) == {}
+
+
+def check_a_router_of_another_score_stays() -> None:
+    config = transformers.LagunaConfig(hidden_size=16, num_experts=8, num_experts_per_tok=3)
+    config.moe_router_logit_softcapping = 0.0
+    with pytest.raises(ValueError, match="expected one with a slot"), pytest.warns(UserWarning, match="does not comp"):
+        filled(LagunaTopKRouter(config))
 
 
 class WithConvolution(nn.Module):

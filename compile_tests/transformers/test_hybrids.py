@@ -214,6 +214,10 @@ def test_gradient_checkpointing(family: str, reentrant: bool):
     assert_equal(loss_and_gradients(model, model, inputs), want)
 
 
+CACHES = ("cache", "past_key_values", "cache_params")
+"""The names of a model's cache, the newest of transformers first: outputs keep old names beside it."""
+
+
 # Where no layer is attention, as in the small Qwen4Exp, transformers does not count the tokens in a cache.
 @pytest.mark.parametrize("family", some_of([f for f in OPERATORS if f != "Qwen4Exp"], KEPT))
 def test_a_hybrid_goes_on_from_its_cache_as_before(family: str):
@@ -230,8 +234,8 @@ def test_a_hybrid_goes_on_from_its_cache_as_before(family: str):
     with torch.no_grad():
         for m in (model, original):
             first = m(ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
-            cache = {name: first[name] for name in ("past_key_values", "cache_params") if name in first}
-            rest = m(ids[:, 6:], attention_mask=mask, use_cache=True, **cache)
+            name = next(name for name in CACHES if name in first)
+            rest = m(ids[:, 6:], attention_mask=mask, use_cache=True, **{name: first[name]})
             results.append(torch.cat([first.logits, rest.logits], 1)[mask.bool()])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 

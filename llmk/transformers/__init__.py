@@ -1,11 +1,13 @@
 """llmk in Hugging Face models: `patch(model)` is all there is to do.
 
-Needs the package `transformers`, 5 or newer; nothing else in llmk does.
+Needs the package `transformers`, 5.10.4 or newer; nothing else in llmk does.
 """
 
 from llmk._loading import require
+from llmk.ranges import check_version
 
 require("transformers", "llmk.transformers", "'llmk[transformers]'")
+check_version("transformers", "llmk.transformers")  # before what an older version lacks
 
 from llmk.transformers import experts as experts  # which registers them
 from llmk.transformers.auto import AutoModelForCausalLM, PatchCallback

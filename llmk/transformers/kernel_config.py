@@ -168,8 +168,8 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _run_of(slot: str) -> Callable[..., Any]:
-    """A loss looks at its labels, which is no arithmetic."""
-    return _call if slot == "ForCausalLMLoss" else run
+    """A loss looks at its labels and a router chooses, which is no arithmetic."""
+    return _call if slot in ("ForCausalLMLoss", "SoftmaxTopKRouter") else run
 
 
 def _twin(module: nn.Module, training: bool) -> nn.Module:
@@ -193,5 +193,8 @@ def _inputs(slot: str, module: nn.Module) -> tuple[Any, ...]:
         labels = torch.tensor([[1, 2, -100, 3], [4, 0, 5, -100]], dtype=torch.int64, device="cpu")
         return randn(2, 4, 6).requires_grad_(), labels, 6
     widths = {p.shape[-1] for p in parameters_of(module).values() if p is not None}
-    rows = rows_of_all_scales(min(widths, default=16)).requires_grad_()
+    width = min(widths, default=16)
+    if slot == "SoftmaxTopKRouter":  # of large rows most experts have a score of 0, and any of them may be chosen
+        return (randn(6, width).requires_grad_(),)
+    rows = rows_of_all_scales(width).requires_grad_()
     return (rows, randn(*rows.shape).requires_grad_()) if slot == "RMSNormGated" else (rows,)

@@ -70,6 +70,23 @@ class RMSNormGated(nn.Module):
         )
 
 
+class SoftmaxTopKRouter(nn.Module):
+    """Qwen3.5-MoE's router: `weight [E, H]`, `top_k`, `hidden_dim`. The weights of a token's experts have sum 1."""
+
+    can_torch_compile = True
+    has_backward = True
+    weight: Tensor
+    top_k: int
+    hidden_dim: int
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not _alike(hidden_states, self.weight):
+            return type(self).forward(self, hidden_states)
+        logits = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        weights, experts = functional.router_topk(logits, self.top_k)
+        return logits, weights.to(logits.dtype), experts
+
+
 class CausalConv1dFn(nn.Module):
     """`causal_conv1d_fn` of hybrids: hidden_states `[B, D, T]`, weight `[D, K]`, bias `[D]`."""
 
@@ -288,6 +305,7 @@ LAYERS: dict[str, type[nn.Module]] = {
     "RMSNorm": RMSNorm,
     "RMSNormZeroCentered": RMSNormZeroCentered,
     "RMSNormGated": RMSNormGated,
+    "SoftmaxTopKRouter": SoftmaxTopKRouter,
     "causal_conv1d_fn": CausalConv1dFn,
     "chunk_gated_delta_rule": ChunkGatedDeltaRule,
     "chunk_kda": ChunkKDA,
