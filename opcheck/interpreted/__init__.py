@@ -1,1 +1,1 @@
-"""What Triton's interpreter sees of a kernel."""
+"""The views of a kernel that Triton's interpreter has."""
