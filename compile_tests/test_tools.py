@@ -57,7 +57,7 @@ def test_a_snapshot_sees_what_has_gone(part: str) -> None:
 
 
 def test_every_program_is_in_the_list() -> None:
-    """That CONTRIBUTING has of them."""
+    """CONTRIBUTING lists every program."""
     programs = {path.stem for path in (ROOT / "tools").glob("*.py") if "__main__" in path.read_text()}
     listed = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Programs\n")[2]
     assert programs == set(re.findall(r"^\| `(\w+)` \|", listed, re.MULTILINE))

@@ -35,7 +35,7 @@ def test_numbers_count_before_boundaries_and_states_are_of_the_first_sequence(de
 
 
 def test_nothing_waits_for_the_device():
-    """On the device "meta" there is no value to wait for."""
+    """A tensor on the device "meta" has no value to wait for."""
     boundaries = torch.tensor([0, 3, 9], device="meta")
     for given in ({"cu_seqlens": boundaries}, {"seq_idx": torch.zeros(1, 7, dtype=torch.int32, device="meta")}):
         ids = sequence_ids(given, 1, 9)
