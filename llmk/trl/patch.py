@@ -52,7 +52,7 @@ class _Names(ast.NodeTransformer):
 
 @dataclass
 class Report:
-    """The models of a trainer that compute through llmk's operators. `print(report)` shows it.
+    """The report on which of a trainer's models compute through llmk's operators. `print(report)` shows it.
 
     Attributes:
         heads: The models, by their names in the trainer, and of each the function that was changed: its forward with
