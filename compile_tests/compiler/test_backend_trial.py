@@ -130,7 +130,7 @@ def test_a_rule_that_reads_another_operator(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rule_that_multiplies_a_gradient_by_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient is no number where none comes through an infinite one: it is wrong for a mean over no tokens."""
+    """An infinite gradient times 0 is no number, where none should come through: a mean over no tokens has one."""
 
     def build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
         mask = builder(aten.to.dtype, builder(aten.gt.Scalar, values["x"], 0), torch.float32)

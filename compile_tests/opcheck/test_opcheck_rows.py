@@ -43,7 +43,7 @@ def test_rows_that_depend_on_others_are_caught(block: Block, device: torch.devic
 
 @pytest.mark.kernels
 def test_a_product_that_splits_few_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library's product adds up two halves of the features, so that more programs run."""
+    """The product adds up two halves of the features, as a library's may, so that more programs run."""
     if not INTERPRET:
         pytest.skip("kernels run in Triton's interpreter")
 

@@ -85,7 +85,7 @@ def test_a_graph_of_the_backward_pass_keeps_what_was_saved(places: list[int]) ->
 
 
 def test_a_gradient_is_no_part_of_the_graph(places: list[int]) -> None:
-    """The gradient would keep the graph as long as it is kept."""
+    """A gradient in the graph would keep it for as long as the gradient itself is kept."""
     loss, x, w = loss_of()
     found = torch.autograd.grad(loss, (x, w))
     assert places
