@@ -145,7 +145,7 @@ def test_nan_in_an_ignored_token_reaches_no_gradient(device: torch.device) -> No
 
 
 def test_what_is_clipped(device: torch.device) -> None:
-    """A token is clipped where the clipped term is the larger, which A's sign decides; over no token every metric is 0."""
+    """A token is clipped where the clipped term is the larger, which A's sign decides; over no token metrics are 0."""
     x, weight, target = batch([4, 4], device)
     logps = (
         torch.log_softmax(x.float() @ weight.float().T, -1).gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
