@@ -1,1 +1,1 @@
-"""The views of a kernel that Triton's interpreter has."""
+"""The facts about a kernel that Triton's interpreter sees."""
