@@ -26,7 +26,7 @@ FLOPS = 7.8e14
 BYTES = 3e12
 """Read or written a second."""
 MULTIPROCESSORS = 132
-"""The H100's; the tiles of dx fill them in waves."""
+"""The H100's multiprocessors, which the tiles of dx fill in waves."""
 EXPOSED = 0.46
 """The part of a chunk's traffic of weights that its products do not hide."""
 MEMORY_EXPONENT = 0.15
