@@ -45,7 +45,7 @@ class Reference:
     """The reference's outputs and gradients for a sample and an incoming gradient for each output (None for none)."""
 
     count = 2 * NEIGHBOURS
-    """The number of neighbours: on 8 the errors of a softmax that is nearly all one class may all be small by chance."""
+    """The count of neighbours: on 8 the errors of a softmax that is nearly all one class may all be small by chance."""
 
     def __init__(self, op: Op, sample: Sample, given: Sequence[Tensor | None]) -> None:
         self.op, self.sample = op, sample
