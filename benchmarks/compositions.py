@@ -70,7 +70,7 @@ def modulated_rms_norm(large: bool) -> Op:
 
 
 class _AroundSilu(llmk.nn.HyperConnection):
-    """With a layer that costs little, so that what is around it is timed."""
+    """A hyper-connection around a layer that costs little, so that what is around it is timed."""
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(input, F.silu)
@@ -163,4 +163,4 @@ COMPOSITIONS: dict[str, Callable[[bool], Op]] = {
     function.__name__: function
     for function in (modulated_rms_norm, hyper_connection, multi_token_attention, lora_linear_ce)
 }
-"""By name, what makes the record: large, or of a size that a CPU gets through at once."""
+"""The functions that make a record, by name: of a large size, or of one that a CPU gets through at once."""

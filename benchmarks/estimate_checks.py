@@ -11,7 +11,7 @@ from llmk.estimate import Sizes, estimate, sizes_of
 
 STEPS = ("train-step-h200.json", "train-step-moe-h200.json")
 OF_STEPS = {"PyTorch": "eager", "PyTorch compiled": "compiled"}
-"""By the names of the estimate, those of `benchmarks.train_step`, where they differ."""
+"""The names of `benchmarks.train_step` for those of the estimate, where they differ."""
 
 
 class Check(NamedTuple):

@@ -19,7 +19,7 @@ OPS, LAYER, EXPERTS = "ops-h200.json", "layer-h200.json", "moe-h200.json"
 FLOAT32 = "float32-logits-h100.json"
 
 WAYS = {"PyTorch": "torch eager", "PyTorch compiled": "torch compiled", "llmk": "llmk eager", "llmk compiled": ""}
-"""By the names of the estimate, those of `benchmarks.run`, where they differ."""
+"""The names of `benchmarks.run` for those of the estimate, where they differ."""
 OF_EXPERTS = {"PyTorch": "grouped_mm eager", "PyTorch compiled": "grouped_mm compiled"}
 
 BYTES = {
@@ -56,8 +56,8 @@ MODEL_TYPES = {
         *("use_bidirectional_attention", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"),  # encoders, LayerNorms
     ],
 }
-"""What a configuration does not say: the norms of a layer if not 2, which are of queries and keys, which multiply by
-1 + weight in float32. A model with an unknown key is refused."""
+"""The facts that a configuration does not say: the norms of a layer if not 2, which are of queries and keys, which
+multiply by 1 + weight in float32. A model with an unknown key is refused."""
 
 NORMS = ((262144, 128), (65536, 1024), (32768, 4096), (8192, 8192), (4096, 16384))
 HEADS = {"rope": "B4 S4096 32/8 heads D128", "qk_norm_rope": "B4 S4096 32/8 heads D128"}
@@ -118,7 +118,7 @@ def _h200() -> dict[str, Any]:
 
 
 def _h100() -> dict[str, Any]:
-    """What was measured there: the logits with llmk, and the products alone beside them."""
+    """Return what was measured there: the logits with llmk, and the products alone beside them."""
     results = read(FLOAT32)
     rows = [row for row in results["rows"] if row["workload"].startswith("fused_linear_ce ")]
     sizes = [[int(size) for size in row["workload"].split()[1].split("x")] for row in rows]
@@ -196,7 +196,7 @@ def _chunk_rows() -> Points:
 
 
 def _float32_ns() -> float:
-    """What float32 logits, the default since, add for a logit: not in the H200's figures."""
+    """Return what float32 logits, the default since, add for a logit: not in the H200's figures."""
     rows = [row for row in read(FLOAT32)["rows"] if row["workload"].startswith("fused_linear_ce ")]
     added = []
     for row in rows:

@@ -53,7 +53,7 @@ def share(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def ways(given: list[Tensor], indices: Tensor, received: Tensor, mesh: DeviceMesh) -> dict[str, Callable[[], Results]]:
-    """By name, what returns this rank's result and gradients; the first has those of all ranks."""
+    """Return the functions of this rank's result and gradients, by name; the first has those of all ranks."""
     x, gate_up, down, weights = given
     layers = [distribute_tensor(layer, mesh, [Shard(0)]) for layer in (gate_up, down)]
     own_indices, own_received = share(indices, mesh), share(received, mesh)

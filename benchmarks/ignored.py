@@ -38,7 +38,7 @@ def sample_of(shape: tuple[int, int, int], share: float, device: torch.device) -
 
 
 def functions(sample: Sample, compiled: bool, peers: Sequence[Any]) -> dict[str, tuple[str, Callable[..., Any]]]:
-    """By the name of a way: the operator that it computes, and how."""
+    """Return the operator that each way computes, and how, by the way's name."""
 
     def logprobs(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ops.llmk.linear_logprobs(x, weight, target, skip_ignored=True)

@@ -39,11 +39,11 @@ IGNORED = {
     "gspo": (16, 900, 2560, 151936, 0.69),
     "sft": (1, 12000, 3072, 200064, 0.6),
 }
-"""With the part of the tokens that does not count."""
+"""The sizes of each loss, and the part of the tokens that does not count."""
 SMALL, SMALL_IGNORED = [(4, 6, 16, 64)], {name: (4, 6, 16, 64, 0.4) for name in IGNORED}
 ROUNDS, SECONDS = 2, 0.5
 CLASSES_AT_A_TIME = 32768
-"""As TRL's trainers choose them."""
+"""The classes at a time that TRL's trainers choose."""
 LABELS = {
     "dpo_given": "`dpo`, log-probabilities of the reference given",
     "dpo_computed": "`dpo`, hidden states of the reference",

@@ -220,7 +220,7 @@ In plain transformers their recurrences are loops over chunks and over the rows 
 
 
 class Variant(NamedTuple):
-    """Whose kernels the model runs, and whether it is compiled; llmk's as one graph or not at all.
+    """The package whose kernels the model runs, and whether it is compiled; llmk's as one graph or not at all.
 
     "llmk backend" is the plain model, compiled with `llmk.compile`, which gives no logits beside the loss.
     """
@@ -238,7 +238,7 @@ VARIANTS = {
     "liger": Variant("liger-kernel", compiled=False),
     "liger compiled": Variant("liger-kernel", compiled=True),
 }
-"""In the order in which they run."""
+"""The variants in the order in which they run."""
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ QWEN3_30B = [*((T, 128, 8, 2048, 768) for T in TOKENS), *((16384, E, 8, 2048, 76
 SERIES = (QWEN3_30B, [(16384, 32, 4, 2880, 2880)])
 SMALL_SERIES = ([(32, 4, 2, 16, 8), (16, 4, 2, 16, 8), (64, 4, 2, 16, 8)], [(16, 2, 1, 16, 16)])
 LIGER_HIDDEN = (16, 2048)
-"""Where Liger is timed: for a hidden size of 2880 its tuning did not end in 200 seconds."""
+"""The sizes at which Liger is timed: for a hidden size of 2880 its tuning did not end in 200 seconds."""
 WRONG = 0.02  # of a result's norm
 
 Call = Callable[..., Any]
@@ -97,7 +97,7 @@ def transformers_experts(compiled: bool) -> Call:
 
 
 def ways(compiled: bool) -> dict[str, Call]:
-    """By name, functions of tokens, layers, indices and weights."""
+    """Return functions of tokens, layers, indices and weights, by name."""
     found: dict[str, Call] = {"llmk": moe_experts}
     if compiled:
         found["llmk compiled"] = torch.compile(moe_experts, fullgraph=True)
@@ -143,7 +143,7 @@ def measure(given: Experts, functions: dict[str, Call], timer: Timer, products: 
 
 
 def replayed(call: Call, row: Row, graphs: Graphs) -> Call:
-    """As a CUDA graph, so that the host's time is not in it, unless the call waits for the device."""
+    """Capture a call as a CUDA graph, so that the host's time is not in it, unless the call waits for the device."""
     try:
         return graphs.capture(call).replay
     except Exception as error:

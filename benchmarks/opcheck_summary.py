@@ -13,7 +13,7 @@ from typing import Any
 
 KEY = ("op", "device", "dtype", "path")
 DETAILS = ("wrong", "accepted")
-"""What a result says in a few words, mostly nothing."""
+"""The parts of a result that say something in a few words, mostly nothing."""
 
 
 def summary(report: dict[str, Any]) -> str:

@@ -344,7 +344,7 @@ def _torch_linear_ce(chunked: bool) -> dict[str, Adapter]:
 
 
 def _plain_loss(function: Callable[..., Any]) -> Adapter:
-    """For a mean over all targets, without any option."""
+    """Adapt a loss that is a mean over all targets, without any option."""
     return lambda *args, **options: None if options else function
 
 
@@ -383,4 +383,4 @@ PEERS = {
         Peer("torch linear_cross_entropy chunked", ("torch",), lambda tune: _torch_linear_ce(chunked=True)),
     )
 }
-"""By the name that rows carry."""
+"""The peers by the name that rows carry."""

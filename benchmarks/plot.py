@@ -48,7 +48,7 @@ COLOURS = {
     "cut-cross-entropy": "#cc79a7",
     "fla-core": "#b3a534",
 }
-"""By way, in the order of the bars: Okabe and Ito's palette, which colour-blind readers tell apart, and greys."""
+"""The colours of ways, in bars' order: Okabe and Ito's palette, which colour-blind readers tell apart, and greys."""
 
 OTHER_NAMES = {"eager": "torch eager", "compiled": "torch compiled", "llmk": "llmk eager", "liger": "liger-kernel"}
 """The names in charts of ways that `benchmarks.train_step` and `benchmarks.ignored` call otherwise."""

@@ -105,4 +105,4 @@ PRODUCTS = {
     "linear_logprobs": linear_logprobs_products,
     "fused_linear_jsd": linear_jsd_products,
 }
-"""By operator: what makes the two calls from a sample's arguments."""
+"""The functions that make the two calls from a sample's arguments, by operator."""

@@ -1,4 +1,4 @@
-"""Which kernels a step runs, for how long, and whose they are."""
+"""Tells which kernels a step runs, for how long, and whose they are."""
 
 import collections
 import functools

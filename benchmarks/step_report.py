@@ -31,7 +31,7 @@ STEP_TARGETS = {
         8, 2048, ms=220, gib=23, breaks=0, peers="compiled 274 ms, 31.5 GiB; Liger 244 ms, 26.3 GiB"
     )
 }
-"""On one NVIDIA H200 in bfloat16, by model and variant."""
+"""The targets on one NVIDIA H200 in bfloat16, by model and variant."""
 
 
 def target_of(row: Row) -> StepTarget | None:

@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def over(self) -> float:
-        """By how much the time exceeds the limit, as a fraction of it; negative below."""
+        """Return by how much the time exceeds the limit, as a fraction of it; negative below."""
         return self.reached / self.limit - 1
 
 

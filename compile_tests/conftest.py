@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _refuse_masks_of_numbers() -> None:
-    """As the interpreter of Triton 3.9 does; one truth value made a block is a number to all of them."""
+    """Refuse masks of numbers as Triton 3.9 does; one truth value made a block is a number to all interpreters."""
     for name, position in (("create_masked_load", 1), ("create_masked_store", 2)):
         original = getattr(InterpreterBuilder, name)
 

@@ -1,4 +1,4 @@
-"""Where things are: files that are read at one sitting, helpers that stay with those who use them, a path as drawn."""
+"""Tests where things are: files of one sitting, helpers that stay with those who use them, a path as drawn."""
 
 import ast
 import functools
@@ -29,7 +29,7 @@ def sources(*folders: str) -> list[Path]:
 
 
 def package_of(path: Path) -> str:
-    """That a file is in, such as llmk.ops.norm."""
+    """Return the package that a file is in, such as llmk.ops.norm."""
     parts = path.relative_to(ROOT).parent.parts
     return ".".join(("llmk", *parts) if parts[0] in LINKED else parts)
 
@@ -70,7 +70,7 @@ def test_helpers_of_a_family_are_used_by_it_alone(path: Path) -> None:
 
 @pytest.mark.parametrize(("inside", "indent"), [("", ""), ("ops", "  "), ("registry", "  ")])
 def test_every_folder_is_in_the_tree(inside: str, indent: str) -> None:
-    """That opens CONTRIBUTING, with a line each."""
+    """The tree that opens CONTRIBUTING has a line for each folder."""
     tree = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
     files = sources(inside) if inside else sources(*FOLDERS)
     folders = {path.relative_to(ROOT / inside).parts[0] for path in files} - {path.name for path in files}
@@ -84,7 +84,7 @@ def section_of(tree: str, folder: str) -> str:
 
 @functools.cache
 def users() -> dict[str, set[str]]:
-    """By its name, the packages whose files import something or a thing of it."""
+    """Return the packages whose files import something or a thing of it, by its name."""
     found: dict[str, set[str]] = {}
     for path in sources("llmk", *LINKED):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -120,7 +120,7 @@ def test_operators_import_patterns_and_nothing_else_of_the_backend() -> None:
 
 
 def test_only_programs_import_the_checker() -> None:
-    """What runs in a model, and the rule of accuracy that its trials apply, imports none of opcheck."""
+    """The code that runs in a model, and its trials' rule of accuracy, import none of opcheck."""
     programs = {ROOT / "llmk" / "__main__.py", *sources("llmk/bench")}
     for path in {*sources("llmk", "ops", "registry")} - programs:
         assert not any(name.startswith("llmk.opcheck") for name in run_time_imports(path)), path
@@ -232,7 +232,7 @@ def test_options_are_handed_on_as_values(path: Path) -> None:
 
 
 def test_the_path_to_a_kernel_is_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In how-it-works: the files that a call of fused_linear_ce is in when it launches."""
+    """The files that a call of fused_linear_ce is in when it launches are those drawn in how-it-works."""
     page = (ROOT / "docs" / "how-it-works.md").read_text()
     first_drawing = next(block for block in page.split("```") if "\nops/" in block)
     drawn = re.findall(r"^(ops/\S+\.py) ", first_drawing, re.MULTILINE)

@@ -86,7 +86,7 @@ def test_the_text_of_a_release_is_its_section() -> None:
 
 
 def test_every_program_is_in_the_list() -> None:
-    """That CONTRIBUTING has of them."""
+    """CONTRIBUTING lists every program."""
     programs = {path.stem for path in (ROOT / "tools").glob("*.py") if "__main__" in path.read_text()}
     listed = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Programs\n")[2]
     assert programs == set(re.findall(r"^\| `(\w+)` \|", listed, re.MULTILINE))

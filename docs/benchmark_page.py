@@ -40,7 +40,7 @@ BFLOAT16_LOGITS = (
     "The logits of llmk's losses were bfloat16 in this run. Since 25 November 2026 they are float32 by default, which "
     "takes 3 to 22% more time in the loss on an H100, and some memory."
 )
-"""For what was measured before that change; the range is that of `float32-logits-h100.json`."""
+"""The note on what was measured before that change; the range is that of `float32-logits-h100.json`."""
 OVERWRITES = {("liger-kernel", op) for op in ("cross_entropy", "swiglu", "geglu", "rope")}
 """Ways and operators whose forward or backward pass works in the memory of its inputs."""
 NAMES = {
@@ -52,7 +52,7 @@ NAMES = {
     "cut-cross-entropy": "Cut Cross-Entropy",
     "fla-core": "flash-linear-attention",
 }
-"""In sentences, by way."""
+"""The names of ways in sentences."""
 
 ELSEWHERE = {
     **dict.fromkeys(
@@ -66,7 +66,7 @@ ELSEWHERE = {
     "vocab_parallel_linear_ce": "Losses over two GPUs are timed [on the page of benchmarks](../benchmarks.md"
     "#on-several-gpus).",
 }
-"""Where an operator was measured that has no table of its own, or not only that."""
+"""The places where an operator was measured that has no table of its own, or not only that."""
 _CHUNKED = [
     "to generate one token at a time: the operator works on chunks of 64, that with `_step` after its name on one",
     "heads with more than 256 features for keys or values: the operator refuses them",
@@ -77,7 +77,7 @@ LIMITS = {
     "causal_conv1d": ["filters of more than 8 taps: the operator refuses them"],
     "fused_linear_distill": ["one teacher alone, given by hidden states: `fused_linear_jsd` is simpler to call"],
 }
-"""What to leave to other code, beyond what was measured."""
+"""The uses to leave to other code, beyond what was measured."""
 
 COLUMNS = "Forward and backward, in ms, and in brackets the peak memory above the inputs in MiB, gradients included."
 
@@ -97,7 +97,7 @@ def draw_plots(folder: Path) -> None:
 
 
 def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
-    """For an operator's page: its tables and charts, bars first."""
+    """Yield an operator's tables and charts for its page, bars first."""
     rows = _rows_of(op)
     if rows:
         yield f"{COLUMNS}{_sizes(op)} {_where(_results_of(op))}"
@@ -132,7 +132,7 @@ def _sizes(op: str) -> str:
 
 
 def when_not(op: str) -> str:
-    """What other ways did better in the same run, and what holds for every operator."""
+    """Return what other ways did better in the same run, and what holds for every operator."""
     rows = _rows_of(op)
     found = [text for workload in _workloads(rows) for text in _better(workload, _same(rows, workload))]
     found += LIMITS.get(op, [])
@@ -295,7 +295,7 @@ def _multiple(row: Row) -> str:
 
 
 def training_steps() -> str:
-    """For the page about them: each model's table, and the charts."""
+    """Return each model's table and the charts, for the page about training steps."""
     parts = [*_steps(_read(STEPS))]
     for what, file in LATER_STEPS.items():
         parts += _later_steps(_read(RESULTS / file), what, file)
@@ -320,7 +320,7 @@ def _where(results: Row) -> str:
 
 
 def targets() -> str:
-    """For the contributors' page: every target, and what the last run reached."""
+    """Return every target, and what the last run reached, for the contributors' page."""
     rows = [row for op in sorted({op for op, _ in TARGETS}) for row in _rows_of(op)]
     parts = [_legend(), _scrolling(_target_table(rows)), "## Training steps", *_step_verdicts()]
     return "\n\n".join(parts) + "\n"

@@ -31,11 +31,11 @@ LABELS = {
     "expert_intermediate": "width of an expert",
 }
 MEMORY, TIME = 0.10, 0.20
-"""How far an estimate may be from what was measured before the table says so."""
+"""The largest differences of an estimate from what was measured that the table does not remark."""
 
 
 def estimate_form() -> str:
-    """For the page to include: the form, the figures and the script, in HTML that needs no server."""
+    """Return the form, the figures and the script for the page to include, in HTML that needs no server."""
     models = {name: asdict(sizes_of_model(name)) for name in MODELS}
     switches = [field for field in fields(Sizes) if field.type is bool]
     numbers = [field for field in fields(Sizes) if field.type is not bool]

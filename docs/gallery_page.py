@@ -32,7 +32,7 @@ COLOURS = {
     "moe_experts": "#cc79a7",
     "fused_linear_ce": "#d55e00",
 }
-"""By operator; others are black. Okabe and Ito's palette, which colour-blind readers tell apart."""
+"""The colours by operator; others are black. Okabe and Ito's palette, which colour-blind readers tell apart."""
 OTHER = "#c9ced4"
 OURS_BOX, OTHERS_BOX = {"facecolor": "#d5e8f5", "edgecolor": "#0072b2"}, {"facecolor": "#f2f3f5", "edgecolor": OTHER}
 
@@ -62,7 +62,7 @@ def _length(after: Sequence[str | int]) -> int:
 
 
 def _gallery() -> Figure:
-    """For each model two bars, an operation as wide as another: before, and after with llmk's in colour."""
+    """Draw two bars for each model, an operation as wide as another: before, and after with llmk's in colour."""
     models: dict[str, Any] = json.loads(FOUND.read_text())["models"]
     figure = Figure((6.4, 0.36 * len(models) + 1.0))
     axes = figure.add_axes((0.16, 0.55 / figure.get_figheight(), 0.82, 1 - 1.0 / figure.get_figheight()))
@@ -111,7 +111,7 @@ def _graph() -> Figure:
 
 
 def _placed(graph: Graph) -> tuple[dict[Node, tuple[float, float]], list[tuple[Node, Node]]]:
-    """Where each operation stands, one row above the highest that reads it, and which reads which."""
+    """Place each operation one row above the highest that reads it, and return which reads which."""
     reads = networkx.DiGraph()
     for node in graph.nodes:
         if name_of(node):

@@ -61,7 +61,7 @@ def write_pages(folder: Path) -> None:
 
 
 def index_page(ops: list[Op]) -> str:
-    """By family, which is the folder that an operator's file is in."""
+    """List the operators by family, which is the folder that an operator's file is in."""
     families: dict[str, list[Op]] = {}
     for op in sorted(ops, key=lambda op: op.name):
         families.setdefault(op.module.rpartition(".")[0], []).append(op)

@@ -42,7 +42,7 @@ def _batch_dependent(op: Op) -> dict[str, str]:
 
 
 def _schema(op: Op) -> str:
-    """As PyTorch writes it, with Python's defaults, and one argument on a line if it is long."""
+    """Return the schema as PyTorch writes it, with Python's defaults, and one argument on a line if it is long."""
     arguments: list[str] = []
     for argument in op.schema.arguments:
         if argument.kwarg_only and "*" not in arguments:

@@ -1,4 +1,4 @@
-"""What is usually behind a broken promise of `llmk.opcheck`, for the table on its page."""
+"""The usual causes of a broken promise of `llmk.opcheck`, for the table on its page."""
 
 USUAL_CAUSES = {
     "in_bounds": "no mask at the end of a row, or one off by one",

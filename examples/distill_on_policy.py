@@ -26,7 +26,7 @@ PROMPT, COMPLETION, BATCH = 16, 32, 32
 CONFIGS = LlamaConfig(256, 128, 384, 2, 4, 2), LlamaConfig(256, 96, 288, 2, 4, 2)
 STUDENT = LlamaConfig(256, 32, 96, 1, 2, 1)
 WEIGHTS = 0.7, 0.3
-"""Of the two teachers."""
+"""The weights of the two teachers."""
 
 
 def lower_case(data: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ def by_dtype(results: list[Result]) -> dict[str, list[Result]]:
 
 
 def table(results: list[Result]) -> str:
-    """At most 80 columns wide."""
+    """Make a table that is at most 80 columns wide."""
     lines = []
     for name, rows in by_dtype(results).items():
         lines += ["", f"{name:<36}{'step ms':>11}{'loss alone ms':>17}{'final loss':>14}"]

@@ -28,7 +28,7 @@ LENGTH, BATCH = 64, 16
 
 
 class Mixture(nn.Module):
-    """In place of a feed-forward layer of `intermediate_size`, experts of EXPERT_SIZE."""
+    """A mixture of experts of EXPERT_SIZE, in place of a feed-forward layer of `intermediate_size`."""
 
     def __init__(self, size: int, intermediate_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()

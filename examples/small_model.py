@@ -64,7 +64,7 @@ def sample(model: Llama, prompts: Tensor, count: int) -> Tensor:
 
 
 def pretrain(model: Llama, data: Tensor, steps: int, length: int, generator: torch.Generator) -> float:
-    """On the text itself; the last loss."""
+    """Train on the text itself, and return the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     loss = torch.zeros(())
     for _ in range(steps):

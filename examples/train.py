@@ -34,10 +34,10 @@ from report import ON_A_CPU, Result, compare, compiling, plot_losses, progress_b
 from text import MIN_VOCAB_SIZE, Batches, TextError, count_tokens, read_text, tokenize
 
 RUNS = {"llmk": ("llmk", "inductor"), "backend": ("plain", "llmk"), "plain": ("plain", "inductor")}
-"""By its name what a run's model is made of, and what `torch.compile` is asked for."""
+"""The kind of a run's model and the backend that `torch.compile` is asked for, by the run's name."""
 
 BLOCKS = {LlamaConfig: llama.BLOCKS, HybridConfig: hybrid.BLOCKS}
-"""By the kind of a preset's model what it can be made of."""
+"""The parts that a preset's model can be made of, by its kind."""
 
 WARMUP_STEPS = 2  # the first compiles; both are left out of the speed and the memory
 LR_WARMUP_STEPS = 20

@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextmanager
 def ending_together(args: argparse.Namespace, processes: Processes) -> Iterator[None]:
-    """As one of several processes, where there are: what goes wrong in one ends all, and one says what it was."""
+    """Run as one of several processes, where there are: what goes wrong in one ends all, and one says what it was."""
     try:
         if args.device.type == "cuda":
             torch.cuda.set_device(args.device)

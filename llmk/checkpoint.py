@@ -47,7 +47,7 @@ def context_fn(policy_fn_or_list: Callable[..., Any] | Collection[Any]) -> Calla
 
 
 def _path(op: Any) -> str:
-    """Where an operator is found under `torch.ops`; a higher-order one only says its own name."""
+    """Return the name of an operator under `torch.ops`; a higher-order one only says its own name."""
     return str(op) if "." in str(op) else f"higher_order.{op}"
 
 

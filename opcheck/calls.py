@@ -187,7 +187,7 @@ INTERPRETED = Tolerance(
     "Triton's interpreter adds n numbers of a column one after the other, which loses sqrt(n / 3) roundings of the "
     "sum, 10 of 300, where a tree loses sqrt(log2(n)), 3",
 )
-"""Of float32: a result of 16 bits loses more by its own rounding."""
+"""The tolerance of float32: a result of 16 bits loses more by its own rounding."""
 
 
 def tolerance_of(op: Op, dtype: torch.dtype) -> Tolerance:
@@ -197,7 +197,7 @@ def tolerance_of(op: Op, dtype: torch.dtype) -> Tolerance:
 
 
 Judge = Callable[..., Violation | None]
-"""What `violation_of` is: of a reference, a result's index, the result and a factor."""
+"""The type of `violation_of`, a function of a reference, a result's index, the result and a factor."""
 
 
 def require_accurate(
@@ -222,7 +222,7 @@ def require_accurate(
 
 
 GROSS = 16.0
-"""How much larger than PyTorch's own a gross error is."""
+"""The ratio of a gross error to PyTorch's own."""
 
 
 def require_no_gross_error(op: Op, sample: Sample, actual: Outcome) -> None:

@@ -97,7 +97,7 @@ def _death(code: int) -> str:
 
 MOST_FRAMES = 5
 _TIMEOUT = re.compile(r"^Timeout \((\S+?)\)!", re.MULTILINE)
-"""What faulthandler writes before the stacks of all threads."""
+"""The line that faulthandler writes before the stacks of all threads."""
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 

@@ -30,12 +30,12 @@ from llmk.opcheck.roundings import Roundings
 from llmk.registry import Op, Sample
 
 REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, ArithmeticError)
-"""What a reference raises where it does not take a call; any other error is a fault in the reference."""
+"""The errors that a reference raises where it does not take a call; any other is a fault in the reference."""
 
 DRAWS = 8
-"""For an error bound. It is the root mean square over them, so that few elements get one that is far too small."""
+"""The draws for an error bound. It is their root mean square, so that few elements get one that is far too small."""
 MORE_DRAWS = 32
-"""Before a result is called wrong."""
+"""The draws before a result is called wrong."""
 CANCELS = 16
 """Units of float32 by which a result moves whose terms are so much larger that four bits of it are lost, or more."""
 _MOST_KEPT = 64
@@ -45,7 +45,7 @@ class Reference:
     """The reference's outputs and gradients for a sample and an incoming gradient for each output (None for none)."""
 
     count = 2 * NEIGHBOURS
-    """On 8 inputs the errors of a softmax that is nearly all one class may all be small by chance."""
+    """The count of neighbours: on 8 the errors of a softmax that is nearly all one class may all be small by chance."""
 
     def __init__(self, op: Op, sample: Sample, given: Sequence[Tensor | None]) -> None:
         self.op, self.sample = op, sample

@@ -345,7 +345,7 @@ def _run(promise: Promise, op: Op, samples: Sequence[Sample], device: torch.devi
 
 @contextlib.contextmanager
 def _around(op: Op, device: torch.device) -> Iterator[None]:
-    """Without torch's own warnings: a wrong result is what counts here.
+    """Silence torch's own warnings: a wrong result is what counts here.
 
     In Triton's interpreter a wild store is told instead of ending the process. And on a CPU no compiled graph can hold
     a launch, so another's triton_op, whose body is launches, is a node of it; llmk's have a body for a CPU.

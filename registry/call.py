@@ -205,12 +205,12 @@ class CallOp(Generic[C]):
         return self.op(*args[: self.start], *[get(call) for get in self._own], *optional, *args[self.start + 1 :])
 
     def save_call(self, ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
-        """In a `setup_context`: save the call, with which the arguments begin, and some results."""
+        """Save the call, with which the arguments begin, and some results, in a `setup_context`."""
         ctx.options = inputs[self.tensors : self.fields]
         ctx.save_for_backward(*inputs[: self.tensors], *results)
 
     def saved_call(self, ctx: Any) -> tuple[C, tuple[Tensor, ...]]:
-        """In a backward formula: return the call and the results that `save_call` saved."""
+        """Return the call and the results that `save_call` saved, in a backward formula."""
         saved = ctx.saved_tensors  # once: under a checkpoint they are computed again, and given only once
         call, *_ = self.unpack((*saved[: self.tensors], *ctx.options))
         return call, saved[self.tensors :]

@@ -38,7 +38,7 @@ _ACCEPTED: dict[str, tuple[str, Any]] = {
     "List[Tensor]": ("a list of tensors", (list, tuple)),
     "List[float]": ("a list of numbers", (list, tuple)),
 }
-"""In words, and what the dispatcher takes for it, besides what stands for a tensor, and for a number one of one."""
+"""The words for a type, and what the dispatcher takes for it besides tensor-likes, and for numbers tensors of one."""
 _STRIDED = torch.strided
 
 _library = torch.library.Library("llmk", "FRAGMENT")

@@ -65,7 +65,7 @@ def _too_long(*_: Any) -> None:
 
 
 def check(program: Program, tally: Tally | None = None, seeds: int = 9, quick: bool = False) -> str | None:
-    """In what the backend differs on a program, in words.
+    """Return in words what the backend changes of a program's outcome, or None.
 
     A difference of numbers counts where it is there for three quarters of the inputs that are drawn: a rule that is
     wrong is wrong for nearly all of them, and the accuracy rule knows few elements. A quick check runs the graph as the
@@ -198,7 +198,7 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 
 def _needed(program: Program, names: tuple[str, ...]) -> Program:
-    """With these outputs and only the lines that they are computed by."""
+    """Keep these outputs and only the lines that they are computed by."""
     lines, read = [], set(names)
     for line in reversed(program.lines):
         if line.name in read:

@@ -81,14 +81,14 @@ class Found:
     attention: list[bool] = field(default_factory=list)
 
     def look(self, gm: GraphModule) -> None:
-        """At a graph that has been rewritten."""
+        """Look at a graph that has been rewritten."""
         for node in gm.graph.nodes:
             if "scaled_dot_product_attention" in str(node.target):
                 options = dict(zip(("query", "key", "value", "attn_mask"), node.args, strict=False)) | node.kwargs
                 self.attention.append(options.get("attn_mask") is None)
 
     def cells(self) -> list[tuple[int, int]]:
-        """For each kind, how many were found and how many are there: all that were found, at least."""
+        """Return for each kind how many were found and how many are there: all that were found, at least."""
         found = {kind: sum(self.report.replaced.get(name, 0) for name in names) for kind, names in KINDS.items()}
         counts = [(found[kind], max(self.there[kind], found[kind])) for kind in KINDS]
         return [*counts, (sum(self.attention), len(self.attention))]

@@ -1,4 +1,4 @@
-"""How long the first training step of a small Llama takes to compile: with the backend, and with Inductor alone.
+"""Measures how long a small Llama's first training step takes to compile: with the backend, and with Inductor alone.
 
 `python -m tools.compile_time`. Every measurement is a process of its own with empty caches, on one
 thread; the two take turns. A function of one line is compiled before, so that nobody pays for what is imported and set

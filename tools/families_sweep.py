@@ -160,7 +160,7 @@ def outcome(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> Outcome:
 
 
 def difference(got: Outcome, want: Outcome) -> str:
-    """Where two outcomes differ by more than float32 explains, or nothing."""
+    """Tell where two outcomes differ by more than float32 explains, or nothing."""
     if not torch.isclose(got[0], want[0], rtol=1e-5, atol=1e-7, equal_nan=True):
         return f"loss {float(got[0]):.7g}, unpatched {float(want[0]):.7g}"
     if distance(got[1], want[1]) > 1e-4:

@@ -1,4 +1,4 @@
-"""Which first actions leave a fresh model right, for every mixture of transformers and ten other families.
+"""Tells which first actions leave a fresh model right, for every mixture of transformers and ten other families.
 
 `python -m tools.first_actions_sweep`, some hours of a core. Each family and way has a process of its own, each action a
 fresh model. The results go to docs/first_actions.json, which the documentation shows.
@@ -62,7 +62,7 @@ def keep(found: dict[str, Any]) -> None:
 
 
 def in_process_of_its_own(model: Any, way: str, actions: list[str]) -> dict[str, str]:
-    """For each action the word "right"; "not run: " and why not, without llmk; or what is wrong."""
+    """Return for each action the word "right"; "not run: " and why not, without llmk; or what is wrong."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

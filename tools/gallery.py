@@ -1,4 +1,4 @@
-"""What the backend makes of the graphs of twenty public models: `python -m tools.gallery`.
+"""Shows what the backend makes of the graphs of twenty public models: `python -m tools.gallery`.
 
 Each is a small model of the family, unchanged, with its loss. docs/gallery.json gets how many operations its graph had,
 and the graph after the rewriting as a list: the name of each operator of llmk, and between them numbers of others.

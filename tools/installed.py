@@ -1,4 +1,4 @@
-"""What `make wheel` has built, in empty environments with the newest PyTorch that llmk says it supports.
+"""Tries what `make wheel` has built, in empty environments with the newest PyTorch that llmk says it supports.
 
 `python -m tools.installed`. The wheel and the source archive are installed in one each. There `python -m llmk` and an
 opcheck run, and every Python block of README and documentation as it is printed, away from the checkout. A release of

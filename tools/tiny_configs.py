@@ -69,7 +69,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
 
 
 IMAGE_ROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl")
-"""Whose text models divide the features of a head among axes, by default for heads of 128."""
+"""The families whose text models divide the features of a head among axes, by default for heads of 128."""
 
 
 def tiny_config(config_class: Any) -> Any:

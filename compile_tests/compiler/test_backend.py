@@ -12,7 +12,7 @@ from torch import Tensor
 from compile_tests.helpers.backend_checks import require_equal
 
 S: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {}
-"""By a name: the operator, the spelling, the shapes of its arguments."""
+"""The operator, the spelling and the shapes of its arguments, by name."""
 
 V = 13
 TARGET = "target"

@@ -25,7 +25,7 @@ def positions(n: int) -> tuple[Tensor, Tensor]:
 
 
 def packed(n: int) -> Tensor:
-    """As transformers tells packed sequences apart, of positions that begin once."""
+    """Make the mask by which transformers tells packed sequences apart, of positions that begin once."""
     places = torch.arange(n).unsqueeze(0).expand(2, -1)
     sequence = (torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     row, (q, k) = torch.arange(2)[:, None, None, None], positions(n)
@@ -80,7 +80,7 @@ def heads(count: int = 2, length: int = S) -> Tensor:
 
 
 def calls_of_attention(fn: Callable[..., Any], *args: Any) -> list[tuple[bool, bool]]:
-    """For each call that remains, whether it has a mask, and is_causal."""
+    """Return for each call that remains whether it has a mask, and is_causal."""
     found: list[tuple[bool, bool]] = []
 
     def look(gm: torch.fx.GraphModule) -> None:
@@ -233,7 +233,7 @@ def padded_elsewhere(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fn", [padded, padded_elsewhere])
 def test_padding_is_left(fn: Callable[..., Any]) -> None:
-    """Whether it is told by True or by False: no number stands for what is in a tensor."""
+    """A mask of True is left as one of False is: no number stands for what is in a tensor."""
     assert calls_of_attention(fn, heads(), heads(), heads(), torch.ones(2, S, dtype=torch.bool)) == [(True, False)]
 
 

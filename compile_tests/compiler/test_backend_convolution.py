@@ -28,7 +28,7 @@ def cut(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 
 def with_cast(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """As transformers' `causal_conv1d_fn`, in the weight's dtype."""
+    """Compute transformers' `causal_conv1d_fn`, in the weight's dtype."""
     y = F.conv1d(x.to(w.dtype), w.squeeze(1).unsqueeze(1), bias=b, padding=K - 1, groups=D)[:, :, : x.shape[-1]]
     return F.silu(y).to(x.dtype)
 

@@ -71,7 +71,7 @@ def dropped_and_added(x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_random_operators_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the trial, which would see other numbers too."""
+    """The operators are run without the trial, which would see other numbers too."""
 
     def build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
         kept = builder(aten.dropout.default, values["x"], values["p"], True)

@@ -57,7 +57,7 @@ def test_models_of_transformers(family: str) -> None:
 
 
 def ends_of(ids: Tensor, last: int = E - 1) -> Tensor:
-    """Where the rows of each expert end."""
+    """Return where the rows of each expert end."""
     return torch.cumsum(torch.histc(ids.float(), bins=E, min=0, max=last), 0, dtype=torch.int32)
 
 
@@ -94,7 +94,7 @@ def with_masks(x: Tensor, gate_up: Tensor, down: Tensor, b1: Tensor, b2: Tensor,
 
 
 def with_more_masks(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
-    """As transformers 5.17 has it: what both products give is masked, and nobody reads the indices that are clamped."""
+    """Compute transformers 5.17's experts: both products' results are masked, and nobody reads the clamped indices."""
     ids, perm = torch.sort(IDS.reshape(-1))
     rows, factor = x[perm // K], weights.reshape(-1)[perm]
     ends, nowhere = ends_of(ids), (ids >= E).unsqueeze(-1)
@@ -222,7 +222,7 @@ def test_left_as_it_was(other: str) -> None:
 
 
 def test_autocast_and_float64_are_left() -> None:
-    """Where plain products are in another dtype than the operator's."""
+    """The operator is not put in where plain products are in another dtype than its own."""
     report, args = Report(), tensors()
     run = rewritten(by_sorting_twice, report)
     with torch.autocast("cpu", torch.bfloat16):

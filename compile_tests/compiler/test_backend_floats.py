@@ -150,7 +150,7 @@ def with_a_class_left_out(x: Tensor, w: Tensor, t: Tensor, g: Tensor, ignored: i
 
 
 def test_a_whole_number_that_changes() -> None:
-    """As many graphs as with AOTAutograd alone, and the other operators stay in all of them."""
+    """There are as many graphs as with AOTAutograd alone, and the other operators stay in all of them."""
     report, counted = Report(), []
     for backend in (rewriting(report, then=THROUGH_AUTOGRAD), "aot_eager"):
         torch._dynamo.reset()

@@ -44,7 +44,7 @@ def a_divergence_from_its_own_logarithms(x: Tensor) -> Tensor:
 
 
 def two_rotations_in_two_spellings(x: Tensor, angles: Tensor, y: Tensor, phases: Tensor) -> tuple[Tensor, Tensor]:
-    """By angles of their own: they are no queries and keys."""
+    """Rotate two tensors by angles of their own: they are no queries and keys."""
     first = turned(x, angles).flatten(-2)
     neighbours = torch.stack([-y[..., 1::2], y[..., ::2]], -1).flatten(-2)
     return first, y * phases.cos() + neighbours * phases.sin()

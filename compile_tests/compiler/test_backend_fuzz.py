@@ -28,7 +28,7 @@ from tools.backend_fuzz import Tally, as_it_is, check, programs, shrunk, usable
 
 @pytest.mark.parametrize("seed", some_of(range(8), range(3)))
 def test_nothing_changes(seed: int) -> None:
-    """For values, gradients, memory, effects and the random state of programs that are damaged more and more."""
+    """Values, gradients, memory, effects and the random state stay as they are, in programs damaged more and more."""
     for i, program in enumerate(islice(filter(usable, programs(Random(seed))), 16)):
         say = check(program, quick=i % 4 > 0)
         assert say is None, f"{say}\n{program.snippet()}"
@@ -157,7 +157,7 @@ def test_differences_are_seen(wrong: Any) -> None:
 
 
 def test_programs_shrink() -> None:
-    """To what the difference needs."""
+    """What is left of a program is what the difference needs."""
     lines = [Line("v0", aten.sin.default, (Ref("x0"),)), Line("v1", aten.cos.default, (Ref("v0"),), segment="no_grad1")]
     lines.append(Line("v2", aten.mul.Tensor, (Ref("v1"), Ref("x1"))))
     program = Program((Input("x0", (3,)), Input("x1", (3,), plus=1e3)), tuple(lines), ("v2", "v0"))

@@ -275,7 +275,7 @@ class Model(nn.Module):
 
 
 def test_through_inductor() -> None:
-    """By name, with what Inductor takes."""
+    """The backend is found by name, with the options that Inductor takes."""
     torch.manual_seed(0)
     model, ids = Model(), torch.randint(0, 11, (2, 5))
     report = llmk.compile_report()
@@ -289,7 +289,7 @@ def test_through_inductor() -> None:
 
 
 def test_other_rules_miss_the_caches() -> None:
-    """Where the same ones hit them."""
+    """The same rules hit the caches, others miss them."""
     x = randn(3, 8).detach()
     with fresh_cache():
         found = []

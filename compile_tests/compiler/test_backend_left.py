@@ -12,7 +12,7 @@ from compile_tests.helpers.backend_checks import require_same, results, rewritte
 from llmk.compiler import Report
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {}
-"""By a name: the function, its arguments, and words of the reason."""
+"""The function, its arguments and words of the reason, by name."""
 
 TARGET = torch.tensor([1, 0, 4, 3])
 

@@ -53,7 +53,7 @@ def loss(**options: Any) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_defaults(chunks: str, dtype: torch.dtype) -> None:
-    """In bfloat16 as right as without chunks, which on a CPU take the gradients of the logits in float32."""
+    """Results in bfloat16 are as right as without chunks, which on a CPU take the logits' gradients in float32."""
     x, w, _, t = tensors(dtype)
     report = Report()
     run = rewritten(loss(options=CHUNKS[chunks]), report)
@@ -139,7 +139,7 @@ LEFT = {
         "tried with",
     ),
 }
-"""By a name: the function, and words of the reason."""
+"""The function and words of the reason, by name."""
 
 
 @pytest.mark.parametrize("name", LEFT)

@@ -49,7 +49,7 @@ def arguments(rows: int = 3) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("made", "units"), [(lambda: unit, 1), (Unit, 1), (lambda: broken, 2)])
 def test_a_second_compile_has_a_report(made: Callable[[], Any], units: int, compiled: list[GraphModule]) -> None:
-    """Of the same function, or of another module with the same code, for which Dynamo compiles nothing."""
+    """The second may be of the same function, or of another module with its code, for which Dynamo compiles nothing."""
     first, second = Report(), Report()
     for report in (first, second, first):
         llmk.compile(made(), report=report)(*arguments())

@@ -12,7 +12,7 @@ from llmk.compiler import Report
 
 Shapes = tuple[tuple[int, ...], ...]
 SPELLINGS: dict[str, tuple[Callable[..., Any], Shapes]] = {}
-"""By a name: how one tensor is turned, and the shapes of q, k and the angles."""
+"""The rotation of one tensor and the shapes of q, k and the angles, by name."""
 
 TOKENS_FIRST, HEADS_FIRST = ((2, 5, 4, 8), (2, 5, 2, 8)), ((2, 4, 5, 8), (2, 2, 5, 8))
 WIDER_THAN_ANGLES = (2, 4, 5, 12), (2, 2, 5, 12)
@@ -120,7 +120,7 @@ def wan(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def test_features_written_in_place_are_left() -> None:
-    """With a word on what is found, once for each tensor that is turned."""
+    """The report tells what is found, once for each tensor that is turned."""
     report: Report = require_equal(
         lambda q, k, *angles: (wan(q, *angles), wan(k, *angles)),
         arguments((*TOKENS_FIRST, (1, 5, 1, 4), (1, 5, 1, 4)), torch.float32),

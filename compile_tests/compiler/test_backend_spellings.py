@@ -14,7 +14,7 @@ from torch import Tensor
 from compile_tests.helpers.backend_checks import require_equal
 
 S: dict[str, tuple[dict[str, int], Callable[..., Any], tuple[Any, ...]]] = {}
-"""By a name: the operators, the spelling, and the shapes of its arguments: a list is of indices below V."""
+"""The operators, the spelling and the shapes of its arguments, by name: a list is of indices below V."""
 
 N, H, V = 4, 8, 11
 EPS = 1e-6
@@ -302,7 +302,7 @@ def fair_esm(q: Tensor, k: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor
 
 @spelling("rope", (3, 5, 16), (3, 5, 16), {(3, 5): 16}, {(3, 5): 16})
 def ltx(q: Tensor, k: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Before heads are told apart."""
+    """Rotate queries and keys before heads are told apart."""
     return neighbours(q, c, s), neighbours(k, c, s)
 
 
@@ -345,14 +345,14 @@ def test_found(name: str) -> None:
 
 @pytest.mark.parametrize("negative", [False, True])
 def test_classes_at_their_places_count_from_the_end(negative: bool) -> None:
-    """As indices do, and targets of an operator do not."""
+    """Indices count from the end, and targets of an operator do not."""
     x, v, t = arguments(((N, H), (V, H), [N]), torch.float32)
     report = require_equal(at_their_places, [x, v, t - V * negative])
     assert report.replaced == {"linear_logprobs": 1}
 
 
 LEFT: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {}
-"""By a name: words of the report, what is no such spelling, and the shapes of its arguments."""
+"""Words of the report, what is no such spelling, and the shapes of its arguments, by name."""
 
 
 def left(words: str, *shapes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -476,7 +476,7 @@ def keys_drawn_after_queries_are_read(q: Tensor, k: Tensor, c: Tensor, s: Tensor
 
 @pytest.mark.parametrize("name", LEFT)
 def test_left(name: str) -> None:
-    """What is almost such a spelling, with a word in the report."""
+    """A function that is almost such a spelling is left, with a word in the report."""
     words, fn, shapes = LEFT[name]
     report = require_equal(fn, arguments(shapes, torch.float32))
     wanted = {"rms_norm", "layer_norm", "rms_norm_gated", "fused_linear_ce", "linear_logprobs", "rope"}

@@ -104,7 +104,7 @@ CASES: dict[Callable[..., Any], tuple[tuple[tuple[int, ...], ...], list[int]]] =
     wider: ((SQUARE,) * 2, [0, 2]),
     read_by_what_is_pointwise: ((SQUARE,) * 2, [0, 2]),
 }
-"""By a function: the shapes of its arguments, and how many products its two graphs add to others."""
+"""The shapes of the arguments of each function, and how many products its two graphs add to others."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -128,7 +128,7 @@ SCALAR = {"cpp.simdlen": 1}  # nothing has to be built to find out which vector 
 
 
 def test_through_inductor() -> None:
-    """Which has caches of its own."""
+    """Inductor's own caches tell the rules apart."""
     args = tensors(torch.bfloat16, (2, 3, 8), (4, 8), (4, 8))
     calls, asked = [], []
     with fresh_cache():
@@ -144,7 +144,7 @@ def test_through_inductor() -> None:
 
 
 def test_products_that_inductor_adds_by_itself() -> None:
-    """As `addmm`, which copies what it adds to: where no view is between."""
+    """Inductor alone takes `addmm`, which copies what it adds to, where no view is between."""
     args = tensors(torch.float32, (3, 8), (4, 8), (4, 8), (2, 8))
     torch._dynamo.reset()
     run = llmk.compile(linears, report=Report())

@@ -130,7 +130,7 @@ def test_a_rule_that_reads_another_operator(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rule_that_multiplies_a_gradient_by_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where none comes through an infinite one is no number then: it is wrong for a mean over no tokens."""
+    """An infinite gradient times 0 is no number, where none should come through: a mean over no tokens has one."""
 
     def build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
         mask = builder(aten.to.dtype, builder(aten.gt.Scalar, values["x"], 0), torch.float32)
@@ -251,7 +251,7 @@ def test_inductor_that_fails_on_the_graph_itself(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_trial_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In a process, and then in those that have the same cache."""
+    """The result is kept in the process, and for those that have the same cache."""
     made = []
     before = trial_cache.difference
     monkeypatch.setattr(trial_cache, "difference", lambda question: made.append(question) or before(question))

@@ -92,7 +92,7 @@ KEPT = {
 
 @pytest.mark.parametrize(("kept", "again"), KEPT.values(), ids=KEPT)
 def test_a_compiled_block_computes_again_what_is_not_kept(kept: Any, again: dict[str, int]) -> None:
-    """In a GPU's graphs, where a packed gate takes kernels. What geglu gives nobody needs again."""
+    """A packed gate takes kernels in a GPU's graphs. What geglu gives nobody needs again."""
     with stub_driver():
         (backward,) = graphs_of(context_fn(kept)).backward
     found = Counter(step.partition("[")[0] for step in steps(backward))
@@ -103,7 +103,7 @@ def test_a_compiled_block_computes_again_what_is_not_kept(kept: Any, again: dict
 
 @pytest.mark.parametrize("kept", [[], [ops.rms_norm.default, mm], llmk], ids=["nothing", "some", "policy"])
 def test_a_compiled_block_gives_the_same(kept: Any) -> None:
-    """On a CPU, where all of it is PyTorch's own operations in the graph."""
+    """All of it is PyTorch's own operations in the graph on a CPU."""
     inputs = [torch.randn(shape, requires_grad=True) for shape in ((6, 64), (64,), (32, 48))]
     contexts = context_fn(kept)
 

@@ -89,7 +89,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_pytest_finds_what_is_not_installed() -> None:
-    """As `pytest compile_tests -k NAME` is written in the documentation, with nothing set."""
+    """The documentation's `pytest compile_tests -k NAME` works with nothing set."""
     command = [
         sys.executable,
         "-I",
@@ -136,7 +136,7 @@ def test_pages_of_operators_are_for_users(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_gallery_is_what_the_backend_makes() -> None:
-    """Of one of its models, whose graph is made again."""
+    """The graph of one of its models is made again."""
     gallery = pytest.importorskip("tools.gallery")
     kept = json.loads(gallery.RESULT.read_text())
     assert list(kept["models"]) == list(gallery.PUBLIC)

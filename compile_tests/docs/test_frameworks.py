@@ -1,4 +1,4 @@
-"""What docs/frameworks.md says of each framework, where that is installed: losses and gradients stay as they were.
+"""Checks what docs/frameworks.md says of each framework, where it is installed: losses and gradients stay as they were.
 
 No framework is a part of the `test` extra, as each wants its own releases of the others' packages.
 """

@@ -100,7 +100,7 @@ next();
 
 
 def pages_wider_than_a_phone(site: Path) -> Iterator[str]:
-    """As a browser lays them out, where there is one."""
+    """Yield the pages that a browser lays out wider than a phone, where there is a browser."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         return

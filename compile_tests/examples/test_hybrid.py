@@ -96,7 +96,7 @@ def test_llmk_and_plain_agree(compiled: bool, hybrid: Any) -> None:
 
 @pytest.mark.breadth
 def test_preset_runs(tmp_path: Path) -> None:
-    """By Inductor, as `make train` does: minutes of a core."""
+    """Inductor compiles the preset, as in `make train`: minutes of a core."""
     done = run_script(
         EXAMPLES / "train.py", "--preset", "tiny-hybrid", "--device", "cpu", "--steps", 6, "--out", tmp_path
     )

@@ -25,7 +25,7 @@ SMALL = ["--preset", "nano", "--device", "cpu"]
 
 
 def run_train(*args: object) -> subprocess.CompletedProcess[str]:
-    """With one thread: several add to the embedding's gradient in any order, and the last bits of a loss follow."""
+    """Run it with one thread: several add to the embedding's gradient in any order, and a loss's last bits follow."""
     return run_script(TRAIN, *args)
 
 
@@ -146,7 +146,7 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("name", BAD_INPUT)
 def test_bad_input_is_one_line_and_exit_code_2(name: str, trained, text: Path, folder: Path, monkeypatch, capsys):
-    """In this process, which has imported torch already."""
+    """The program runs in this process, which has imported torch already."""
     monkeypatch.syspath_prepend(TRAIN.parent)
     out = trained[0] if "--resume" in BAD_INPUT[name][0] else "out"
     args, message = BAD_INPUT[name]
@@ -159,7 +159,7 @@ def test_bad_input_is_one_line_and_exit_code_2(name: str, trained, text: Path, f
 
 
 def test_bad_input_shows_no_traceback(folder: Path):
-    """In a process that imports all for itself."""
+    """The program runs in a process that imports all for itself."""
     command = [sys.executable, TRAIN, *SMALL, "--text", folder / "no_such_file", "--out", folder / "out"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2

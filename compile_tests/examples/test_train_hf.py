@@ -39,11 +39,11 @@ class Runs:
         return [str(arg) for arg in (*common, "--out", self.root / name, *args)]
 
     def alone(self, name: str, *args: object) -> None:
-        """In one process: this one."""
+        """Run it in this process alone."""
         importlib.import_module("train_hf").main(self.arguments(name, *args))
 
     def launch(self, count: int, runs: dict[str, list[object]], failure: str = "") -> dict:
-        """For `outcomes`: runs in `count` processes. Those with the same name before a "|" share a folder."""
+        """Return for `outcomes` the runs in `count` processes. Those with the same name before a "|" share a folder."""
         arguments = [self.arguments(name.partition("|")[0], *args) for name, args in runs.items()]
         return {"count": count, "runs": arguments, "failure": failure}
 
@@ -152,7 +152,7 @@ def test_what_fails_in_one_process_ends_all(runs: Runs):
 
 
 def lines_of(errors: str) -> int:
-    """Without progress bars."""
+    """Count the lines that are no progress bars."""
     return sum(line != "" and "llmk: " not in line for line in errors.splitlines())
 
 

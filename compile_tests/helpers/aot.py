@@ -144,7 +144,7 @@ def launches(
 
 
 def limits(target: str) -> tuple[int, int]:
-    """What launches are chosen by: the threads of a warp, and the bytes of shared memory that one block may have."""
+    """Return what launches are chosen by: the threads of a warp, and the bytes of shared memory of one block."""
     return TARGETS[target].warp_size, SHARED_MEMORY[target]
 
 
@@ -165,7 +165,7 @@ def forward_and_backward(op: Op, sample: Sample, names: tuple[str, ...]) -> None
 
 
 def dumped(compiled: Any, option: str) -> str:
-    """What cuobjdump prints with an option of a kernel built for an NVIDIA GPU."""
+    """Return what cuobjdump prints with an option of a kernel built for an NVIDIA GPU."""
     program = cuobjdump()  # for machine code it calls the nvdisasm beside it
     env = os.environ | {"PATH": f"{Path(program).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     with tempfile.TemporaryDirectory() as folder:

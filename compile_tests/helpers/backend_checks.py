@@ -85,7 +85,7 @@ def of_step(model: nn.Module, run: Callable[..., Any], args: Sequence[Tensor]) -
 
 
 def require_same_step(model: nn.Module, run: Callable[..., Any], args: Sequence[Tensor]) -> None:
-    """That a run of the model trains as the model itself, by the accuracy rule."""
+    """Require that a run of the model trains as the model itself, by the accuracy rule."""
 
     def plain(change: Change) -> list[Tensor]:
         changed = copy.deepcopy(model)
@@ -118,7 +118,7 @@ def require_right(got: Sequence[Tensor], plain: Callable[[Change], Sequence[Tens
 
 
 def require_equal(fn: Callable[..., Any], args: Sequence[Any], **options: Any) -> Report:
-    """That rewriting keeps the accuracy rule, dtypes and shapes for every output and gradient; what was found."""
+    """Require the accuracy rule, dtypes and shapes for every output and gradient, rewritten; return what was found."""
     report = Report()
     require_same(rewritten(fn, report, **options), fn, args)
     return report

@@ -185,7 +185,7 @@ def _outcome(way: Way, fn: Any, args: Sequence[Any], change: Change) -> Outcome:
 
 
 def _gradients(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For the same incoming ones, drawn by the position of an output among those that want one."""
+    """Compute gradients for the same incoming ones, drawn by the position of an output among those that want one."""
     wanted = {name: x for name, x in inputs.items() if x.requires_grad and x.is_leaf}
     given = [y for y in outputs.values() if y.requires_grad]
     if not wanted or not given:
@@ -249,13 +249,13 @@ def _visible(got: Outcome, right: Outcome) -> dict[str, str]:
 
 
 def _first_words(error: str) -> str:
-    """Without the line in which Dynamo says who raised."""
+    """Return the first words, without the line in which Dynamo says who raised."""
     lines = [line for line in error.splitlines() if line.strip() and not line.startswith("BackendCompilerFailed")]
     return lines[0] if lines else error
 
 
 def wrong_values(got: Outcome, plain: Outcome, fn: Any, args: Sequence[Any]) -> str | None:
-    """Where the accuracy rule is broken."""
+    """Tell where the accuracy rule is broken."""
     if got.error or got.values.keys() != plain.values.keys():
         return None
     suspects = [name for name, x in plain.values.items() if not _same_bits(got.values[name], x)]
@@ -304,7 +304,7 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def require_unchanged(fn: Any, args: Sequence[Any], way: Way | None = None) -> Report:
-    """That the backend changes nothing that a caller can see; what was found."""
+    """Require that the backend changes nothing that a caller can see; return what was found."""
     report = Report()
     got = outcome(with_backend(report) if way is None else way, fn, args)
     say = difference(got, fn, args)

@@ -23,7 +23,7 @@ SIZES = PROBES + [size for k in range(7, 19) for size in (2**k, 2**k + 1) if siz
 """Powers of two, and one more, where a block doubles and rows are no longer aligned."""
 MORE_SIZES = sorted({size for k in range(19) for size in (2**k, 2**k + 1, 2**k + 8, 3 * 2**k)})
 MANY_LAUNCHES = 16
-"""In one call: it goes through its input in chunks, and more of them show nothing new."""
+"""The launches past which a call goes through its input in chunks, and more of them show nothing new."""
 
 
 def sweep(op: Op, dtype: torch.dtype, *, every: bool = False) -> list[Launch]:

@@ -23,7 +23,7 @@ T, E, K, H, F = 12, 8, 3, 10, 6
 LAYERS = ("gate_up", "down", "gate_up_bias", "down_bias")
 EVEN = {2: (0, 6, 12), 4: (0, 3, 6, 9, 12)}
 UNEVEN = {2: ((0, 5, 12), (0, 12, 12)), 4: ((0, 0, 7, 8, 12), (0, 1, 1, 12, 12))}
-"""Where each rank's tokens begin, and where the last one's end."""
+"""The first tokens of the ranks, and the end of the last one's."""
 
 
 class AllRows(torch.autograd.Function):
@@ -100,7 +100,7 @@ def differences(
 
 
 def equal(mesh: DeviceMesh) -> Iterator[str]:
-    """As one process with all experts and all tokens."""
+    """Yield differences from one process with all experts and all tokens."""
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         yield from differences(mesh, EVEN[mesh.size()], "all_gather", dtype)

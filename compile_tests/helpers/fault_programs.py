@@ -19,7 +19,7 @@ def randn(*shape: int, scale: float = 1.0, plus: float = 0.0, dtype: torch.dtype
 
 
 def fixed(*shape: int, **options: Any) -> Tensor:
-    """Without a gradient."""
+    """Make a tensor without a gradient."""
     return randn(*shape, **options).detach()
 
 
@@ -86,7 +86,7 @@ def _cast_moved_before_rope() -> Program:
 
 
 class T5LayerNorm(nn.Module):
-    """As transformers has it."""
+    """The norm of T5 as transformers has it."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ def _cap_of_zero() -> Program:
 
 
 def attention(make_mask: Callable[[int], Tensor]) -> Program:
-    """With a mask for so many tokens."""
+    """Make a program whose attention has a mask for so many tokens."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, make_mask(q.shape[2]))

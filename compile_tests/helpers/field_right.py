@@ -317,7 +317,7 @@ right("logsumexp", logsumexp, lambda x: x.logsumexp(-1), "x")
 
 
 def online_softmax(x: Tensor) -> Tensor:
-    """In two blocks of columns, as kernels that stream do."""
+    """Compute the softmax in two blocks of columns, as kernels that stream do."""
     first, second = x.tensor_split(2, dim=-1)
     m1, m2 = first.amax(-1, keepdim=True), second.amax(-1, keepdim=True)
     m = torch.maximum(m1, m2)

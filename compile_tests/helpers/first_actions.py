@@ -234,7 +234,7 @@ WAYS: dict[str, Callable[[Any], Run]] = {
 
 
 def apart(got: Outcome, want: Outcome, tolerance: float) -> str:
-    """Where they differ, or nothing; a gradient's error is that of the largest one, from which it came."""
+    """Name where they differ, or nothing; a gradient's error is that of the largest one, from which it came."""
     largest = max(float(x.abs().max()) for x in want.values()) if want else 0.0
     for name in want.keys() | got.keys():
         zeros = torch.zeros(())
@@ -245,7 +245,7 @@ def apart(got: Outcome, want: Outcome, tolerance: float) -> str:
 
 
 def first_action(name: str, way: str, original: Any, inputs: dict[str, Tensor]) -> str:
-    """Where a fresh copy of `original` with llmk differs from it; nothing if all is right.
+    """Tell where a fresh copy of `original` with llmk differs from it; nothing if all is right.
 
     Args:
         name: One of ACTIONS.

@@ -30,7 +30,7 @@ def checkpointed(fn: Fn) -> Fn:
 
 
 def hooked(fn: Fn) -> Fn:
-    """Under hooks that look at the memory of what is saved, which fake tensors do not have."""
+    """Run under hooks that look at the memory of what is saved, which fake tensors do not have."""
 
     def run(*args: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(_looked_at, _same):

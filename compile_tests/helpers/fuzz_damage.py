@@ -121,7 +121,7 @@ def operator(random: Random, program: Program) -> Program | None:
 
 
 def _on_an_edge(random: Random, program: Program, make: Callable[[Ref, Tensor], tuple[Any, ...]]) -> Program | None:
-    """With a call between a value and one of its readers."""
+    """Put a call between a value and one of its readers."""
     values = tensors(program)
     edges = [(i, name) for i, line in enumerate(program.lines) for name in line.refs() if name in values]
     edges += [(len(program.lines), name) for name in program.outputs if name in values]

@@ -92,7 +92,7 @@ class Program:
         return replace(self, lines=(*self.lines[:at], line, *self.lines[at:]))
 
     def pruned(self) -> "Program":
-        """Without inputs that nothing reads."""
+        """Return the program without inputs that nothing reads."""
         read = set(itertools.chain.from_iterable(line.refs() for line in self.lines)) | set(self.outputs)
         return replace(self, inputs=tuple(x for x in self.inputs if x.name in read))
 

@@ -258,7 +258,7 @@ WithScan = hub_kernels.use_kernelized_func(mamba2_chunk_scan)(WithScan)
 
 
 def assert_slot(operator: str, layer: nn.Module, exact: Any, args: list[torch.Tensor], **options: Any) -> None:
-    """In float32 the layer's operator, as right as the model's own; in float64 the model's own."""
+    """The slot runs the operator in float32, as right as the model's own, and the model's own in float64."""
     own = layer(*args, **options)
     ours = filled(layer)
     assert Operators().of(ours, *args, **options) == {f"llmk.{operator}.default": 1}

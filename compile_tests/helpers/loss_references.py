@@ -125,7 +125,7 @@ def nll_of(tokens: list[tuple[Tensor, Tensor]], num_tokens: float | None) -> Ten
 
 
 def weighted_sum(x: Tensor, other: Tensor, ld_alpha: float | None) -> Tensor:
-    """With the tokens beyond the other's length weighted."""
+    """Sum with the tokens beyond the other's length weighted."""
     shared = min(len(x), len(other))
     return x[:shared].sum() + (1.0 if ld_alpha is None else ld_alpha) * x[shared:].sum()
 

@@ -18,7 +18,7 @@ def other_when_captured(x: Tensor) -> Tensor:
 
 
 def waits(x: Tensor) -> Tensor:
-    """Where waiting is possible."""
+    """Wait for the device, where that is possible."""
     return x * x if captured() or x.sum().item() > -1e9 else x
 
 

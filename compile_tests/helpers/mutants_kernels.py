@@ -138,7 +138,7 @@ def bounded_turns_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
 
 
 def _rows(tensor: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """With neighbouring columns side by side; and the numbers of rows and columns."""
+    """Return the tensor with neighbouring columns side by side; and the numbers of rows and columns."""
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     return tensor, (tensor.shape[0], tensor.shape[1])
 

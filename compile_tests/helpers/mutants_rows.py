@@ -30,7 +30,7 @@ def sound(rows: int, chunk: int, trains: bool) -> int:
 
 
 def widens_with_few_rows(rows: int, chunk: int, trains: bool) -> int:
-    """As a tile of a fixed area is wider where it has fewer rows."""
+    """Return a tile of a fixed area, which is wider where it has fewer rows."""
     return 1024 >> min(6, (rows - 1).bit_length())
 
 

@@ -29,7 +29,7 @@ class SelfAttention(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Without a bias."""
+    """A layer norm without a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class LlamaLayer(nn.Module):
 
 
 def turned(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """By complex numbers."""
+    """Rotate by complex numbers."""
     pairs = [torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) for x in (q, k)]
     angles = angles.view(1, q.shape[1], 1, -1)
     a, b = (torch.view_as_real(x * angles).flatten(3).type_as(q) for x in pairs)

@@ -23,7 +23,7 @@ def of_largest_covariance(logps: list[Tensor], advantages: list[Tensor], fractio
 
 
 def dual_clip(loss: Tensor, A: Tensor, c: float) -> Tensor:
-    """Of a negative advantage max(min(r A, clip(r) A), c A) is maximized."""
+    """The objective is max(min(r A, clip(r) A), c A), of a negative advantage."""
     return torch.where(torch.as_tensor(A) < 0, torch.minimum(loss, -c * A), loss) if c < math.inf else loss
 
 

@@ -95,7 +95,7 @@ def works_without(names: Sequence[str]) -> None:
 
 
 def _rewrite_a_graph() -> None:
-    """As the backend does it, which nothing public does without some of the names: then it says which."""
+    """Rewrite a graph as the backend does, which nothing public does without some names: then it says which."""
     from llmk.compiler.backend import Backend
     from llmk.compiler.report import Report
     from llmk.registry.private.compilers import config_of

@@ -111,7 +111,7 @@ class OtherDtype(DeltaRule):
 
 
 class OnGpusAlone(DeltaRule):
-    """As the functions of flash-linear-attention."""
+    """The delta rule of GPUs alone, as flash-linear-attention's functions are."""
 
     def log_decay(self, g: Tensor) -> Tensor:
         if g.device.type == "cpu":

@@ -7,7 +7,7 @@ VOID = {"meta", "br"}
 
 
 class Outline(HTMLParser):
-    """Which elements are open, and the text of each kind of them."""
+    """The elements that are open, and the text of each kind of them."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -91,7 +91,7 @@ def distributed(tensor: Tensor, mesh: DeviceMesh, placements: Way) -> DTensor:
 
 
 def ways(op: Op, sample: Sample, mesh: DeviceMesh) -> Iterator[dict[str, Way]]:
-    """How the rule of the kernel op that a sample calls lets its tensors be split, where they are large enough."""
+    """Yield the splits of tensors that the kernel op's rule allows for a sample, where they are large enough."""
     whole = (Replicate(),) * mesh.ndim
     arguments = op.bind(sample)
     tensors = {name: distributed(t, mesh, whole) for name, t in arguments.items() if isinstance(t, Tensor)}
@@ -174,7 +174,7 @@ def _as_tuple(outputs: Any) -> tuple[Any, ...]:
 
 
 def _of_gradient(output: DTensor) -> Way:
-    """Where the gradient of an output lies: a term of a sum has the gradient of the sum."""
+    """Return where the gradient of an output lies: a term of a sum has the gradient of the sum."""
     return tuple(Replicate() if placement.is_partial() else placement for placement in output.placements)
 
 
@@ -214,7 +214,7 @@ def two_dimensions(mesh: DeviceMesh) -> Iterator[str]:
 
 
 def compiled(mesh: DeviceMesh) -> Iterator[str]:
-    """In a compiled graph, which sends nothing."""
+    """Yield differences in a compiled graph, which sends nothing."""
     for name, place in {"rms_norm": 1, "add_rms_norm": 1, "swiglu": 1, "rope": 0}.items():
         op, sample = OPS[name], small_samples(OPS[name])[place]
         for way in ways(op, sample, mesh):

@@ -49,7 +49,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 class _StubDriver:
-    """As much of a Triton driver as compilation and a launch that does nothing ask for."""
+    """The part of a Triton driver that compilation and a launch that does nothing ask for."""
 
     def get_current_target(self) -> GPUTarget:
         return TARGET

@@ -46,7 +46,7 @@ def check_model(name: str, patched: bool) -> None:
 
 
 def make_norms_differ(model: nn.Module) -> None:
-    """From one another: a gradient that takes the wrong weight shows."""
+    """Draw norms that differ, so that a gradient of the wrong weight shows."""
     torch.manual_seed(2)
     for name, parameter in model.named_parameters():
         if "norm" in name:

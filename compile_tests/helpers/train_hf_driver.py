@@ -26,7 +26,7 @@ FAILURES = {"memory": torch.OutOfMemoryError, "surprise": ArithmeticError}
 
 
 def with_prefix(prefix, store, rank, count):
-    """In place of `rendezvous`: the runs of a process share a store, in which each needs keys of its own."""
+    """Replace `rendezvous`: the runs of a process share a store, in which each needs keys of its own."""
     return lambda url: iter([(dist.PrefixStore(prefix, store), rank, count)])
 
 

@@ -76,7 +76,7 @@ class Rollouts:
 
 
 class NoTransfer:
-    """As an AsyncGRPOTrainer calls it, a transfer of weights to a server; there is no server."""
+    """A transfer of weights to a server, as an AsyncGRPOTrainer calls it; there is no server."""
 
     def init_weight_transfer(self) -> None: ...
     def pause(self) -> None: ...

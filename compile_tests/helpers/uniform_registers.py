@@ -46,7 +46,7 @@ class Instruction:
 
     @property
     def width(self) -> int:
-        """How many registers a number has."""
+        """Return how many registers a number has."""
         return 2 if re.search(r"\.64|\.WIDE", self.name) else 1
 
     @property

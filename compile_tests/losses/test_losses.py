@@ -66,7 +66,7 @@ def test_gradient_is_the_slope(device: torch.device, name: str) -> None:
 
 
 def test_dft_is_sft_with_probabilities(device: torch.device) -> None:
-    """As weights that are constant."""
+    """The probabilities are weights that are constant."""
     x, weight, target = batch([3, 4, 2, 5], device)
     scores = torch.nn.functional.linear(x, weight).softmax(-1)
     of_tokens = scores.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)

@@ -144,7 +144,7 @@ DIVIDED: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("fn", "given"), DIVIDED, ids=[fn.__name__ for fn, _ in DIVIDED])
 def test_a_part_of_a_steps_count_may_be_below_one(fn: Callable[..., Any], given: dict[str, Any]) -> None:
-    """As the tokens of a step by the number of processes; 0 stays a sum over nothing, and the loss is float32."""
+    """The count may be a step's tokens by the processes; 0 stays a sum over nothing, and the loss is float32."""
 
     def loss(count: Any) -> Tensor:
         return fn(X, W, T, **given, num_items_in_batch=count)[0]

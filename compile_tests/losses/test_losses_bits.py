@@ -48,7 +48,7 @@ def test_log_probabilities_with_and_without_gradients(device: torch.device, dtyp
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_first_step_is_that_of_a_ratio_of_1(device: torch.device, dtype: torch.dtype, level: str) -> None:
-    """Without old log-probabilities the ratio is 1 by definition."""
+    """The ratio is 1 by definition without old log-probabilities."""
     x, weight, target = batch(LENGTHS, device, dtype)
     advantages = torch.randn(len(LENGTHS), dtype=torch.float32).to(device)
     options: dict[str, Any] = {"importance_sampling_level": level, "beta": 0.1}

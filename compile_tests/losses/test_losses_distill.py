@@ -114,7 +114,7 @@ def test_one_teacher_with_weights_and_items(device: torch.device, dtype: torch.d
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_reduced_and_permuted_vocabularies(device: torch.device, beta: float) -> None:
-    """As the student with the rows of its head that a teacher has, in the teacher's order."""
+    """The loss is that of the student with the rows of its head that a teacher has, in the teacher's order."""
     x, weight, target, x1, _, _, x2, w2, _ = given(device)
     reduced, permuted = torch.randperm(V, device=device)[:11], torch.randperm(V, device=device)
     w1 = numbers(11, 5).to(device)

@@ -138,7 +138,7 @@ def test_as_separate_calls(device: torch.device, beta: float) -> None:
 
 
 def test_one_of_each_kind(device: torch.device) -> None:
-    """Without lists, and by the classes that `linear_topk` finds."""
+    """The loss is the sum of one without lists and one by the classes that `linear_topk` finds."""
     x, weight, target, x1, w1, x2, w2, *_ = given(device)
     logprobs, ids, _ = linear_topk(x2, w2, 6)
     loss, metrics = losses.distill(x, weight, target, x1, w1, teacher_ids=ids.int(), teacher_logprobs=logprobs)
@@ -168,7 +168,7 @@ def test_products(device: torch.device) -> None:
 @pytest.mark.parametrize("add_tail", [True, False])
 @pytest.mark.parametrize("beta", [0.0, 1e-3, 0.3, 1.0])
 def test_the_derivative_is_that_of_the_divergence(beta: float, add_tail: bool) -> None:
-    """From both sides, and finite near a student who is sure, whose tail is nothing but rounding."""
+    """It is right from both sides, and finite near a student who is sure, whose tail is nothing but rounding."""
     student, teacher = ((2 * numbers(50, 9 + n)).double().log_softmax(-1)[:, :5] for n in range(2))
     present = numbers(50, 5) > -0.8
     present[3] = False
@@ -182,7 +182,7 @@ def test_the_derivative_is_that_of_the_divergence(beta: float, add_tail: bool) -
 
 
 def divergence(student: Tensor, teacher: Tensor, present: Tensor, beta: float, add_tail: bool) -> Tensor:
-    """With what the student's classes leave for its tail."""
+    """Compute the divergence with what the student's classes leave for its tail."""
     total = torch.where(present, student, -1e4).clamp(min=-1e4).logsumexp(-1)
     return topk_divergence(student, teacher, present, beta, log1mexp(total) if add_tail else None)
 
@@ -269,7 +269,7 @@ IDS, LOGPROBS = T.unsqueeze(-1).repeat(1, 1, 2), numbers(2, 3, 2) - 9
 @pytest.mark.kernels
 @pytest.mark.parametrize("ce_weight", [0.0, 0.3])
 def test_an_index_to_ignore_may_be_a_class(device: torch.device, ce_weight: float) -> None:
-    """Of targets alone: 0 is the padding of many pipelines, and a class of the teacher's all the same."""
+    """Targets alone ignore it: 0 is the padding of many pipelines, and a class of the teacher's all the same."""
     x, weight, target = (tensor.clone().to(device) for tensor in (X, W, T))
     target[target == 0] = 5
     ids = torch.tensor([0, 3, -1, 7], device=device).expand(2, 3, 4)

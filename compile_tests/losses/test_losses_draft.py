@@ -96,7 +96,7 @@ def test_steps_past_the_end_and_no_token(device: torch.device) -> None:
 
 
 def test_divergence_from_itself_is_none() -> None:
-    """Of a draft that is the target model the cross entropy is the entropy."""
+    """The cross entropy of a draft that is the target model is the entropy."""
     x, weight, target = batch([4, 3], torch.device("cpu"))
     loss, metrics = losses.draft(x, weight, target, x, weight)
     p = (x @ weight.t()).log_softmax(-1)
@@ -137,7 +137,7 @@ def test_a_wrong_call_names_the_argument(wrong: dict[str, Any], message: str) ->
     ("ids", "is_valid"), [([0, 3, 5, 99], False), ([-1, 3, 4, 5], False), ([0, 3, 2, 5], False), ([0, 3, 5, 8], True)]
 )
 def test_a_map_that_the_host_does_not_look_at(ids: list[int], is_valid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a graph, as on a GPU, the loss is NaN."""
+    """The loss is NaN in a graph, as on a GPU."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     loss, _ = losses.draft(X, W, T, TX, TW, vocab_map=torch.tensor(ids))
     assert loss.isfinite() == is_valid

@@ -104,7 +104,7 @@ def test_preferences(name: str, options: LossOptions) -> None:
 @pytest.mark.parametrize("coef", [0.5, 2.0, -1.0])
 @pytest.mark.parametrize("name", F_DIVERGENCES)
 def test_f_divergences(name: str, coef: float) -> None:
-    """Whose exponent has a bound, past which the derivative is 0."""
+    """The exponents have a bound, past which the derivative is 0."""
     rewards = ANY[(coef - 1) * ANY < 80] if name == "alpha_divergence" else ANY[ANY > -80]
     require(lambda t: F_DIVERGENCES[name](t, coef), lambda t: F_PRIMES[name](t, coef), [rewards], wanted=1)
     slope = gradient_of(lambda t: F_DIVERGENCES[name](t, coef).sum(), ANY)[1][0]

@@ -42,7 +42,7 @@ def test_a_smoothing_that_a_type_does_not_have_is_refused(name: str, smoothing: 
 @pytest.mark.parametrize("delta", [None, 1.1, 3.0])
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_ratios_that_overflow(name: str, delta: float | None, of_sequence: bool) -> None:
-    """Past e**88.7 a ratio is infinite in float32: derivatives that are finite there are what they are in float64."""
+    """A ratio past e**88.7 is infinite in float32: derivatives that are finite there are what they are in float64."""
     log_ratio = torch.tensor([0.1, 0.5, -0.5, 80.0, 91.0, 120.0, 300.0, -89.0, -300.0])
     log_ratio, advantages, weight = torch.cartesian_prod(
         log_ratio, torch.tensor([1.0, 0.0, -1.0]), torch.tensor([0.5, 0.0])
@@ -155,7 +155,7 @@ def test_products_of_a_policy(
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_chunks_on_a_gpu_hold_whole_pairs(skips: bool) -> None:
-    """As chosen from sizes alone, of tensors that are nowhere: chunks of whole pairs where one fits."""
+    """The chunks are chosen from sizes alone, of tensors that are nowhere: whole pairs where one fits."""
     for B, S, H, V, fits in [
         (8, 512, 4096, 128256, True),
         (8, 512, 2048, 128256, True),
@@ -186,7 +186,7 @@ def test_chunks_on_a_gpu_hold_whole_pairs(skips: bool) -> None:
 
 
 def test_what_was_made_in_inference_mode(device: torch.device) -> None:
-    """As weights and a reference's log-probabilities may be: constants of the loss, which autograd does not refuse."""
+    """Weights and a reference's log-probabilities are constants of the loss, which autograd does not refuse."""
     x, weight = torch.randn(2, 2, 3, 8, device=device).requires_grad_(), torch.randn(10, 8, device=device)
     target = torch.randint(0, 10, (2, 2, 3)).to(device)
 

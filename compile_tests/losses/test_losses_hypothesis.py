@@ -145,7 +145,7 @@ def test_nan_stays_in_its_sequence(name: str, packs: bool, drawn: list[int], see
     packs=st.booleans(),
 )
 def test_terms_are_exact(options: dict[str, Any], drawn: list[int], seed: int, packs: bool) -> None:
-    """By the rule of accuracy, over no token, one, and sequences without any."""
+    """The rule of accuracy holds over no token, one, and sequences without any."""
     x, weight, target = padded(drawn, seed)
     generator = torch.Generator().manual_seed(seed)
     advantages, *near = (torch.randn(shape, generator=generator) for shape in ((len(drawn),), *[target.shape] * 2))

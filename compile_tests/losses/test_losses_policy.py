@@ -62,7 +62,7 @@ def test_any_sum_of_any_type(device: torch.device, loss_type: str, loss_agg: str
 @pytest.mark.parametrize("options", [{}, {"count_empty_sequences": False}, {"num_sequences_in_batch": 11}], ids=str)
 @pytest.mark.parametrize("loss_agg", AGGREGATIONS)
 def test_sums_with_empty_sequences(device: torch.device, loss_agg: str, options: dict[str, Any]) -> None:
-    """Of 6 sequences two have no token: each of three losses, padded and packed."""
+    """Two of 6 sequences have no token: each of three losses, padded and packed."""
     lengths = [0, 4, 1, 0, 3, 2]
     x, weight, target = batch(lengths, device)
     rows, order = torch.randn(6).to(device), [0, 2, 1, 3, 5, 4]  # an empty one first
@@ -119,7 +119,7 @@ def test_divergence_from_the_reference(device: torch.device, estimator: str, cor
 @pytest.mark.parametrize(("level", "packs"), [("token", False), ("sequence", True)])
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo", "vespo"])
 def test_log_ratios_with_a_bound(device: torch.device, loss_type: str, level: str, packs: bool) -> None:
-    """With a wide clip, so that only the bound acts: of the ratio, and of the divergence times it."""
+    """Only the bound acts, with a wide clip: of the ratio, and of the divergence times it."""
     x, weight, target = batch(LENGTHS, device)
     bound = 0.1 if level == "sequence" else 0.3
     options = {"max_log_ratio": bound, "epsilon": 0.9, "epsilon_high": 9.0, "beta": 0.7, "loss_type": loss_type}
@@ -135,7 +135,7 @@ def test_log_ratios_with_a_bound(device: torch.device, loss_type: str, level: st
 
 @pytest.mark.parametrize("loss_type", TYPES)
 def test_first_step_and_advantages_of_tokens(device: torch.device, loss_type: str) -> None:
-    """Without the old policy the ratio is 1, and its gradient that of log pi."""
+    """The ratio is 1 without the old policy, and its gradient that of log pi."""
     x, weight, target = batch(LENGTHS, device)
     require(
         GRPO, Sample((x, weight, target, torch.randn(target.shape).to(device)), {"loss_type": loss_type}, why="first")

@@ -95,7 +95,7 @@ class OwnPart(torch.autograd.Function):
 
 
 class Split(NamedTuple):
-    """How a batch is split: over `data` ranks by sequences times `context` ranks by tokens."""
+    """The split of a batch over `data` ranks by sequences times `context` ranks by tokens."""
 
     data: int
     context: int
@@ -369,7 +369,7 @@ def ratios(split: Split) -> None:
 
 
 def a_token_of_no_sequence() -> None:
-    """Where one rank has it, the loss is NaN on all."""
+    """The loss is NaN on all ranks where one has such a token."""
     sample = of_pairs(True, ref_logps=True)
     sample.kwargs["sequence_ids"][0, 3] += 8 * (dist.get_rank() == 1)
     sample.args[2][0, 3] = 0

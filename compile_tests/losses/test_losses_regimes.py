@@ -47,7 +47,7 @@ def test_a_finite_loss_has_finite_gradients(device: torch.device, name: str, in_
 
 @pytest.mark.parametrize("by_sequence", [False, True])
 def test_a_bound_keeps_a_ratio_that_overflows_finite(device: torch.device, by_sequence: bool) -> None:
-    """Of a negative advantage nothing else bounds it; past the bound it has no gradient."""
+    """Nothing else bounds the ratio of a negative advantage; past the bound it has no gradient."""
     x, weight, target = batch([5, 3, 4, 6], device)
     old = torch.full(target.shape, -3.0, device=device)
     old[1] = -300.0
@@ -96,7 +96,7 @@ def test_logits_are_scaled(device: torch.device, name: str) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ce_weight", [0.0, 0.3])
 def test_distillation_in_parts_is_that_of_the_whole(device: torch.device, weighted: bool, ce_weight: float) -> None:
-    """With the step's items, the parts of a batch add up to it, as TRL's accumulation has it."""
+    """The parts of a batch add up to it with the step's items, as TRL's accumulation has it."""
     x, weight, target = batch([5, 1, 4, 6], device)
     tensors = {"teacher_input": torch.randn(*target.shape, 9), "token_weights": torch.rand(target.shape)}
     others = {key: v.to(device) for key, v in tensors.items() if weighted or key != "token_weights"}
@@ -132,7 +132,7 @@ def test_the_shapes_and_numbers_of_trl(device: torch.device) -> None:
 
 
 def test_nan_in_an_ignored_token_reaches_no_gradient(device: torch.device) -> None:
-    """Whether it is skipped or not: a row that does not count is left out of products."""
+    """A row that does not count is left out of products, whether it is skipped or not."""
     x, weight, target = batch([5, 1, 4, 6], device)
     x[tuple((target == -100).nonzero()[0])] = torch.nan
     assert x.isnan().any()
@@ -145,7 +145,7 @@ def test_nan_in_an_ignored_token_reaches_no_gradient(device: torch.device) -> No
 
 
 def test_what_is_clipped(device: torch.device) -> None:
-    """Where the clipped term is the larger, which A's sign decides; and 0 over no token."""
+    """A token is clipped where the clipped term is the larger, which A's sign decides; over no token metrics are 0."""
     x, weight, target = batch([4, 4], device)
     logps = (
         torch.log_softmax(x.float() @ weight.float().T, -1).gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)

@@ -36,7 +36,7 @@ def bounded(ratio: float, mode: str, low: float | None, high: float | None) -> f
 
 
 def reference(rows: Sequence[tuple[Tensor, Tensor, Tensor]], level: str, *bounds: Any) -> list[list[float]]:
-    """For each sequence's log-probabilities, the sampler's and mask: its ratios, or the one that it has."""
+    """Compute each sequence's ratios, or the one that it has, from its log-probabilities, the sampler's and mask."""
     found = []
     for policy, sampler, mask in rows:
         difference = [
@@ -58,7 +58,7 @@ def drawn(rows: int, columns: int, seed: int = 0, scale: float = 0.3) -> tuple[T
 
 
 def assert_near(ratio: Tensor, right: Tensor) -> None:
-    """As near as float32's exponential of a float32 logarithm that was rounded, and no nearer than at a bound."""
+    """The ratio is as near as float32's exponential of a rounded float32 logarithm, and no nearer than at a bound."""
     assert ratio.dtype == torch.float32
     torch.testing.assert_close(ratio.double(), right, rtol=2**-20, atol=0.0)
 
@@ -104,7 +104,7 @@ def test_a_packed_batch_is_its_sequences(seed: int, lengths: list[int], level: s
 
 
 def test_grpo_takes_it(device: torch.device) -> None:
-    """As a factor of each token's loss, and without a gradient."""
+    """The ratio is a factor of each token's loss, and without a gradient."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(3, 5, 8, generator=generator).to(device), torch.randn(11, 8, generator=generator).to(device)
     target, advantages = torch.randint(11, (3, 5), generator=generator).to(device), torch.tensor([1.0, -0.5, 2.0])

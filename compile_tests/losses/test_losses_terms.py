@@ -179,7 +179,7 @@ def test_kl_cov(device: torch.device, fraction: float, packs: bool) -> None:
 
 
 def test_how_many_have_the_largest_covariance(device: torch.device) -> None:
-    """At least one, of equal ones the first, and none of those that do not count."""
+    """There is at least one, of equal ones the first, and none of those that do not count."""
     logps = torch.tensor([[3.0, -3.0, 3.0, 0.0], [9.0, -3.0, -3.0, 3.0]], device=device)
     mask = torch.tensor([[True, True, True, True], [False, True, True, True]], device=device)
     advantages = logps.clamp(-3.0, 3.0)

@@ -48,7 +48,7 @@ def results(
 def compare(
     ours: Callable[..., Any], theirs: Callable[..., Any], args: tuple[Any, ...], *, apart: str = "", **options: Any
 ) -> None:
-    """As near as float32 comes: TRL's is in float64, but for what it has in float32 alone; one metric apart.
+    """Compare as near as float32 comes: TRL's is in float64, but for what it has in float32 alone; one metric apart.
 
     Arguments are as good as float32 has them: three times what the result moves with them is allowed besides.
     """

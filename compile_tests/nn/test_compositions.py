@@ -172,7 +172,7 @@ def test_hyper_connection_is_hugging_faces() -> None:
 
 
 def test_a_new_module_changes_little() -> None:
-    """As their papers begin: attention as it was, a mean over depth, streams that stay as many."""
+    """The modules begin as their papers say: attention as it was, a mean over depth, streams that stay as many."""
     scores = torch.randn(2, 4, 6, 6)
     causal = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -float("inf")).softmax(-1)
     for before in (False, True):

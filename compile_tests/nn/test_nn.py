@@ -28,7 +28,7 @@ def mlp(family: str) -> nn.Module:
 
 
 class DynamicTanh(nn.Module):
-    """As its paper has it."""
+    """The activation of its paper."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class DynamicTanh(nn.Module):
 
 
 class PlainPolyNorm(nn.Module):
-    """As the authors have it."""
+    """PolyNorm as the authors have it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_gated_delta_net_in_chunks_and_packed(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_norms_default_eps_is_torchs(dtype: torch.dtype, device: torch.device) -> None:
-    """In rows so small that eps decides them: it is that of float32, whatever the dtype."""
+    """The eps of rows so small that it decides them is that of float32, whatever the dtype."""
     theirs, ours = (cls(HIDDEN, device=device, dtype=dtype) for cls in (nn.RMSNorm, llmk.nn.RMSNorm))
     ours.load_state_dict(theirs.state_dict())
     x = 1e-3 * torch.randn(5, HIDDEN, device=device).to(dtype)

@@ -132,7 +132,7 @@ def without_a_sum(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
 
 
 def with_a_sum(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str) -> Tensor:
-    """In float32, as cuBLASLt's epilogue has it."""
+    """Compute in float32, as cuBLASLt's epilogue does."""
     z = torch.nn.functional.linear(input.float(), weight.float())
     return (z / 2 * (1 + torch.tanh(0.7978845608028654 * (z + 0.044715 * z**3)))).to(input.dtype)
 

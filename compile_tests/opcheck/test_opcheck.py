@@ -82,7 +82,7 @@ def test_strides_may_cost_what_they_cost_pytorch() -> None:
 
 
 def test_another_order_of_sums_and_nan_are_no_fault_of_a_call() -> None:
-    """As atomics on a GPU have it: each backward pass rounds in another way."""
+    """Each backward pass rounds in another way, as atomics on a GPU have it."""
     turns = itertools.count()
 
     def in_some_order(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

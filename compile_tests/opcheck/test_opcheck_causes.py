@@ -21,7 +21,7 @@ def broken(promise: str, message: str, wrong: str = "", dtype: str = "float32", 
 
 
 def test_a_missing_factor_is_one_finding() -> None:
-    """With the input, what is right and the first wrong element."""
+    """The finding has the input, what is right and the first wrong element."""
     op = square("missing_factor", backward=lambda grad, x: grad * x)
     results = check(op, skip=["compiled", "no_recompile", "torch_opcheck", "default_dtype", "default_device"])
     assert sum(not result.passed for result in results) >= 8

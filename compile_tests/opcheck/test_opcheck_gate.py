@@ -59,7 +59,7 @@ def test_promises_are_chosen_and_left_out_by_name() -> None:
 
 
 def test_a_record_leaves_a_promise_out_with_a_reason() -> None:
-    """Of that operator alone, and not where the promise is asked for by name."""
+    """The promise is left out of that operator alone, and not where it is asked for by name."""
     op = dataclasses.replace(WRONG, unchecked={"values_and_gradients": "known to be wrong"})
     skip = [promise.__name__ for promise in promises_for(CPU, None, ["values_and_gradients", "no_alias"])]
     results = check(op, skip=skip)
@@ -252,7 +252,7 @@ def test_the_report_has_causes_with_their_places(folder: Path, monkeypatch: pyte
 
 
 def test_samples_may_be_given() -> None:
-    """In every dtype, whatever they were made in, and as tuples of arguments."""
+    """The samples are taken in every dtype, whatever they were made in, and as tuples of arguments."""
     kinds: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
     def reference(input: torch.Tensor) -> torch.Tensor:

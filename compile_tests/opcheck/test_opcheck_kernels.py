@@ -60,7 +60,7 @@ def test_an_operator_without_kernels_has_nothing_to_check() -> None:
 
 
 def test_a_loop_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its turns, whatever its source looks like, and in every check that calls it."""
+    """A loop is stopped by its turns, whatever its source looks like, and in every check that calls it."""
     monkeypatch.setattr("llmk.opcheck.interpreted.interpreter.MOST_TURNS", 300)
     monkeypatch.setattr("llmk.opcheck.promises.kernels.unbounded_loops", lambda kernel: [])
     results = check(square_by(never_ends_kernel), promises=["every_kernel_ends", "values_and_gradients"])

@@ -1,4 +1,4 @@
-"""Which loops of a kernel have a bound, as `every_kernel_ends` reads it from the source."""
+"""Tests which loops of a kernel have a bound, as `every_kernel_ends` reads it from the source."""
 
 import ast
 
@@ -45,7 +45,7 @@ def test_what_the_data_decides_does_not(source: str) -> None:
 
 
 def test_the_kernels_of_every_operator_are_found() -> None:
-    """With those that they call."""
+    """The kernels are found with those that they call."""
     named = {name: {k.fn.__name__ for k in kernels_of(o.fn for o in op.kernel_ops)} for name, op in OPS.items()}
     assert all(any(kernel.endswith("_kernel") for kernel in kernels) for kernels in named.values()), named
     assert "piece_moments" in named["group_norm"]

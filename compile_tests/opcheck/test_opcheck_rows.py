@@ -43,7 +43,7 @@ def test_rows_that_depend_on_others_are_caught(block: Block, device: torch.devic
 
 @pytest.mark.kernels
 def test_a_product_that_splits_few_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a library's that adds up two halves of the features, so that more programs run."""
+    """The product adds up two halves of the features, as a library's may, so that more programs run."""
     if not INTERPRET:
         pytest.skip("kernels run in Triton's interpreter")
 
@@ -72,7 +72,7 @@ def test_rows_of_their_own_are_not(device: torch.device) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", OPS)
 def test_rows_of_an_operator_keep_their_bits(name: str) -> None:
-    """In float32, whose results round nothing away; opcheck does it in CI in bfloat16."""
+    """The results round nothing away in float32; opcheck does it in CI in bfloat16."""
     if not INTERPRET:
         pytest.skip("kernels run in Triton's interpreter; on a GPU opcheck asks")
     (result,) = check(OPS[name], device="cpu", dtypes=[torch.float32], only=["batch_invariant"])

@@ -110,7 +110,7 @@ def test_a_seed_is_always_the_same_case(name: str) -> None:
 
 @pytest.mark.skipif(INTERPRET, reason="the host does not look at a map then")
 def test_an_error_may_name_a_tensor_of_a_list() -> None:
-    """As the operator has it: `vocab_map[0]` refuses a map that has a class twice."""
+    """The operator's own error does: `vocab_map[0]` refuses a map that has a class twice."""
     op = adapted(OPS["fused_linear_distill"], CPU, [torch.float32])
     sample = next(sample for sample in op.samples(CPU, torch.float32) if "in any order" in sample.why)
     values = op.bind(sample)
@@ -169,7 +169,7 @@ def test_what_a_definition_overflows_at_is_no_fault() -> None:
 
 
 def test_gradients_of_a_lost_step_are_not_judged() -> None:
-    """That of a hidden row of zeros overflows, which makes the weights' gradient NaN, as the rows' is too large."""
+    """A hidden row of zeros has a gradient that overflows, so the weights' is NaN, as the rows' is too large."""
     case = moe_case(torch.bfloat16, ups=0.0, down=2.0**125, weight=1.0)
     gradients = call(OPS["moe_experts"], case.sample, grads=case.grads).gradients
     assert gradients["weights"] is not None
@@ -276,7 +276,7 @@ def test_a_reference_has_the_logarithm_of_no_sum_that_loses_its_terms() -> None:
 
 
 def test_a_reference_has_the_gradient_of_a_logsumexp_that_loses_its_logarithm() -> None:
-    """Of two classes at 1e26, with 1/2 each; torch.logsumexp gives both of them 1."""
+    """Two classes at 1e26 have 1/2 each; torch.logsumexp gives both of them 1."""
     sample = Sample((torch.tensor([[1e26]]), torch.tensor([[1.0], [1.0], [0.0]]), 1))
     assert judge(OPS["linear_topk"], Case(sample, unit_gradients, 0, sample, decides=True)) is None
 

@@ -134,7 +134,7 @@ def test_arguments_that_no_signature_tells_are_named() -> None:
 
 
 def test_a_dtype_is_no_integer() -> None:
-    """As `type` of a schema's argument has it."""
+    """The `type` of a schema's argument tells them apart."""
     given = []
 
     def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -173,7 +173,7 @@ def test_a_strategy_draws_the_same_samples_each_time() -> None:
 
 
 def rounds(x: Tensor) -> Tensor:
-    """As kernels do."""
+    """Round as kernels do."""
     return (x.float() * torch.sigmoid(x.float())).to(x.dtype)
 
 

@@ -154,7 +154,7 @@ def test_what_the_interpreter_lacks_is_no_broken_promise() -> None:
 
 
 def test_an_error_that_is_its_own_cause_ends() -> None:
-    """As where what a promise raised within Triton's error is raised again because of it."""
+    """The error is raised again because of what a promise raised within Triton's error."""
 
     def launched(x: Tensor) -> Tensor:
         outer, inner = RuntimeError("outer"), AttributeError("inner")

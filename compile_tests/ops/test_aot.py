@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 THREADS = 1024
-"""In one block, on every target."""
+"""The threads of one block, on every target."""
 
 FEW_TARGETS = ("sm_90", "gfx942")
 THOROUGH_TARGETS = ("sm_90", "sm_86")
@@ -189,7 +189,7 @@ def test_every_block_has_room_for_its_threads(target: str, build: str) -> None:
 
 @each_op
 def test_no_register_is_read_that_nothing_wrote(name: str, build: str) -> None:
-    """Of those that describe what a warp group's products read from shared memory."""
+    """The registers describe what a warp group's products read from shared memory."""
     for launch in _launches(name, "sm_90", build):
         assert not undefined_descriptors(_compile(launch, "sm_90")), aot.describe(launch)
 
@@ -206,7 +206,7 @@ def _pairs_of_sums(code: str) -> int:
 
 @each_op
 def test_no_pair_of_sums_is_made_twice(name: str, build: str) -> None:
-    """To save a conversion between layouts, Triton 3.6 may let each thread add up whole rows, value after value."""
+    """Triton 3.6 may let each thread add up whole rows, value after value, to save a conversion between layouts."""
     for launch in _launches(name, "sm_90", build):
         asm = _compile(launch, "sm_90").asm
         assert _pairs_of_sums(asm["ttgir"]) <= _pairs_of_sums(asm["ttir"]), aot.describe(launch)

@@ -175,7 +175,7 @@ def test_no_setting_changes_outputs_or_gradients(name: str, path: Path) -> None:
 
 
 def test_what_a_second_derivative_would_miss_is_refused() -> None:
-    """Where the formula keeps more than inputs and outputs, or takes an output out of the graph."""
+    """A formula may keep more than inputs and outputs, or take an output out of the graph: both are refused."""
 
     def kernel(name: str, setup_context: Callable[..., None]) -> KernelOp:
         def fn(input: Tensor) -> tuple[Tensor, Tensor]:

@@ -211,7 +211,7 @@ def test_kl_div(data, dtype, rows, V, layout, logs, device: torch.device) -> Non
 @few
 @given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), K=sizes, N=sizes, layout=layouts)
 def test_linear_act(data, dtype, rows, K, N, layout, device: torch.device) -> None:
-    """On the path that the sizes choose, and on the others that can do it."""
+    """The results are right on the path that the sizes choose, and on the others that can do it."""
     args = [tensor((*rows, K), dtype, device, layout), tensor((N, K), dtype, device, data.draw(layouts)) / K**0.5]
     if data.draw(st.booleans()):
         args.append(tensor((N,), dtype, device, data.draw(layouts)))

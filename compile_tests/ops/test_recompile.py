@@ -1,4 +1,4 @@
-"""On the kernel path, too, no graph is compiled for more rows than the second: seen through the stub driver."""
+"""No graph is compiled for more rows than the second on the kernel path, too: seen through the stub driver."""
 
 import pytest
 import torch

@@ -40,7 +40,7 @@ def test_a_sum_without_the_copy_is_found() -> None:
 
 
 def test_a_register_that_is_only_written_from_itself_is_found() -> None:
-    """In a loop the next turn reads what this one wrote, so that only a first turn outside of loops can be told."""
+    """The next turn of a loop reads what this one wrote, so that only a first turn outside of loops can be told."""
     text = code("NOP", "UR18").replace("@!P1 BRA 0x30", "NOP")
     assert [line.address for line in undefined_reads(text)] == [0x40]
 
@@ -54,7 +54,7 @@ def test_both_descriptors_of_a_product_are_read() -> None:
 @pytest.mark.skipif(not triton.__version__.startswith(("3.6.", "3.7.")), reason="seen with Triton 3.6 and 3.7.1")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_tile_of_which_ptxas_makes_wrong_code(stages: int) -> None:
-    """Of one stage the products of the planted kernel read what nothing wrote."""
+    """The products of the planted kernel read what nothing wrote, with one stage."""
     tile = {"BLOCK_K": 32, "BLOCK_V": 64, "num_warps": 4, "num_stages": stages}
     with FakeTensorMode():
         compiled = aot.compile_for(keys_gradients_launch(**tile), aot.TARGETS["sm_90"])

@@ -141,7 +141,7 @@ def test_an_op_gets_the_call_again(op: CallOp[Call]) -> None:
 
 
 def test_a_call_may_follow_other_arguments(op: CallOp[Call]) -> None:
-    """As in an op that `register_backward` gets, whose arguments begin with the incoming gradients."""
+    """The arguments begin with the incoming gradients in an op that `register_backward` gets."""
 
     def run(grad: Tensor, call: Call, need: bool) -> tuple[Tensor, Tensor]:
         return grad * call.scale, grad + need

@@ -1,4 +1,4 @@
-"""Which way a call takes in plain eager mode: past the dispatcher only where nobody would miss it."""
+"""Tests which way a call takes in plain eager mode: past the dispatcher only where nobody would miss it."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -75,7 +75,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu")])
 @pytest.mark.parametrize("made_in", [nullcontext, torch.inference_mode])
 def test_modes(path: None, op: Any, mode: Any, made_in: Any) -> None:
-    """Of the caller, and where the tensors were made."""
+    """The gradients are right in each mode of the caller, and wherever the tensors were made."""
 
     def made(x: Tensor) -> Tensor:
         with made_in():

@@ -31,7 +31,7 @@ def kernel(x_ptr, w_ptr, y_ptr, N):
 
 
 class Launching:
-    """As much of a kernel op as a capture asks for, around a launching function; it notes whether that ran."""
+    """The part of a kernel op that a capture asks for, around a launching function; it notes whether that ran."""
 
     apply = None
 
@@ -116,7 +116,7 @@ def doubled(x: Tensor, w: Tensor | None, scale: float = 2.0, n: int = 1) -> Tens
 
 
 def worked_out(fn: Callable[..., Any], *calls: tuple[Any, ...], **kwargs: Any) -> list[bool]:
-    """Which of the calls the function itself was run for."""
+    """Return which of the calls the function itself was run for."""
     ran: list[bool] = []
     launching, repeated = Launching(fn), LaunchCache()
     for args in calls:
@@ -198,7 +198,7 @@ def test_what_has_no_key(other: Any, runs: list[Run]) -> None:
 
 @pytest.mark.parametrize("where", WATCHERS)
 def test_who_watches_launches_sees_all_of_them(where: str, runs: list[Run]) -> None:
-    """From the start, or when the call was captured already; a capture knows nothing that was built for a watcher."""
+    """A watcher is there from the start, or comes after a capture, which knows nothing that was built for it."""
     repeated, launching = LaunchCache(), Launching(doubled)
     for watched in (True, False, True):
         with pytest.MonkeyPatch.context() as patch:
@@ -257,7 +257,7 @@ def test_what_is_never_repeated(fn: Callable[..., Any], runs: list[Run]) -> None
 
 
 def test_what_calls_several_kernel_ops_or_another_is_never_repeated(runs: list[Run]) -> None:
-    """As a public operator's function may; each of the kernel ops has a cache of its own, if any."""
+    """A public operator's function may call several; each of the kernel ops has a cache of its own, if any."""
     launching, another = Launching(doubled), Launching(doubled)
     another.launch_cache = None
     for calls, repeats in [((launching,), True), ((launching, launching), False), ((another,), False)]:

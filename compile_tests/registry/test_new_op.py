@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "leaky_relu_squared"
 REPLAYED = "tutorial_sum"
-"""As the tutorial's operator, another name of which this is: it has a launch cache."""
+"""The tutorial's operator by another name: it has a launch cache."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_one_with_a_launch_cache_passes_its_tests(copy: Path) -> None:
 
 
 def test_docs_have_its_page(copy: Path, tmp_path: Path) -> None:
-    """Which `write_pages` writes for each of OPS; the test of the site has it write them all."""
+    """The page is what `write_pages` writes for each of OPS; the test of the site has it write them all."""
     if importlib.util.find_spec("sphinx") is None:
         pytest.skip("not installed: sphinx")
     code = f"""

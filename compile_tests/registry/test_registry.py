@@ -61,7 +61,7 @@ def test_refuses_differentiable_inputs_without_a_gradient() -> None:
 
 
 def test_refuses_the_kernel_op_of_another() -> None:
-    """By its name a checkpointing policy knows which public op is called."""
+    """The kernel op's name tells a checkpointing policy which public op is called."""
     with pytest.raises(RuntimeError, match="llmk::_rms_norm_fwd is a kernel op of rms_norm: llmk::test_shared needs"):
         register("test_shared", OPS["rms_norm"].kernel_ops[0])
 

@@ -22,7 +22,7 @@ from compile_tests.helpers.families import (  # noqa: E402
 from llmk.transformers import patch  # noqa: E402
 
 KEPT = ("Llama", "Qwen3Moe", "Gemma2", "GptOss", "DeepseekV3", "Qwen3Next", "GPTNeoX", "Cohere")
-"""What a run of the tests has of each list: a dense model, mixtures, a hybrid, and those that are least like these."""
+"""The families of a run of the tests: a dense model, mixtures, a hybrid, and those that are least like these."""
 INDUCTOR = ["Llama", "Gemma2", "GraniteMoe"]
 COMPILED = [
     "Llama",

@@ -1,4 +1,4 @@
-"""What replacements were derived from, and who looks at what they bypass; where it differs, the original runs."""
+"""Tests what replacements were derived from, and who looks at what they bypass; where it differs, the original runs."""
 
 import copy
 import warnings
@@ -275,7 +275,7 @@ def test_what_a_loss_function_calls_that_changed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_compiled_it_is_one_graph_and_another_after_a_change() -> None:
-    """In one graph each, without a recompilation where nothing changes."""
+    """The model is one graph each time, without a recompilation where nothing changes."""
     model, original = pair(num_hidden_layers=1)
     counter, ids = CompileCounterWithBackend("aot_eager"), tokens(2, 7)
     run = torch.compile(model, backend=counter, fullgraph=True)

@@ -47,7 +47,7 @@ PLAIN: dict[str, Any] = {
     "chunk_kimi_delta_attention": DeltaRule(),
     "mamba2_chunk_scan": Scan(),
 }
-"""By transformers' names of the functions, the same token by token."""
+"""The plain functions by transformers' names, the same token by token."""
 
 PACKED = [family for family in OPERATORS if family != "Mamba2"]
 """transformers' Mamba2ForCausalLM does not hand on to its layers how a row is packed."""
@@ -127,7 +127,7 @@ class Graphs:
 
 @pytest.mark.parametrize("family", some_of(OPERATORS, KEPT))
 def test_a_hybrid_trains_as_before(family: str, monkeypatch: pytest.MonkeyPatch):
-    """With padding on either side, eager and in one graph: the gradients of decays are nearer than they were."""
+    """Padding is on either side, eager and in one graph: the gradients of decays are nearer than they were."""
     model, original = pair(family)
     layers = patch(model).replaced["recurrence"]
     for side in ("left", "right"):
@@ -221,7 +221,7 @@ CACHES = ("cache", "past_key_values", "cache_params")
 # Where no layer is attention, as in the small Qwen4Exp, transformers does not count the tokens in a cache.
 @pytest.mark.parametrize("family", some_of([f for f in OPERATORS if f != "Qwen4Exp"], KEPT))
 def test_a_hybrid_goes_on_from_its_cache_as_before(family: str):
-    """With padding on the left, after a prompt in two chunks and token by token."""
+    """The model goes on with padding on the left, after a prompt in two chunks and token by token."""
     model, original = (m.eval() for m in pair(family))
     ids = tokens(2, 11) % 97 + 2
     mask = torch.ones_like(ids)
@@ -275,7 +275,7 @@ scan: Any = Scan()
 
 
 class DeltaLayer(nn.Module):
-    """By the function that its source calls `rule`."""
+    """A delta-rule layer, by the function that its source calls `rule`."""
 
     operator, called = "gated_delta_rule", "llmk_gated_delta_rule_0(self, rule, q, k, v, g="
 
@@ -290,7 +290,7 @@ class DeltaLayer(nn.Module):
 
 
 class ScanLayer(nn.Module):
-    """By the function that its source calls `scan`."""
+    """A scan layer, by the function that its source calls `scan`."""
 
     operator, called = "gated_linear_attention", "llmk_gated_linear_attention_0(self, scan, x, dt, "
 

@@ -24,7 +24,7 @@ def _on_device(device: torch.device):
 
 
 class Model(transformers.LlamaForCausalLM):
-    """With what the forwards below read."""
+    """A model with what the forwards below read."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -68,7 +68,7 @@ class Appended(Model):
 
 
 class Inside(Model):
-    """In a function of its own."""
+    """A use of the logits in a function of its own."""
 
     def forward(self, input_ids=None, labels=None):  # type: ignore[override]
         logits = self.lm_head(self.hidden(input_ids))
@@ -79,7 +79,7 @@ class Inside(Model):
 
 
 class Weighed(Model):
-    """By another argument of the loss."""
+    """A loss weighed by another argument of its call."""
 
     def forward(self, input_ids=None, labels=None):  # type: ignore[override]
         logits = self.lm_head(self.hidden(input_ids))

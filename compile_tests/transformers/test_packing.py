@@ -55,7 +55,7 @@ def test_positions_that_start_again_begin_a_sequence(axes: int, device: torch.de
 
 
 def test_nothing_waits_for_the_device():
-    """On the device "meta" there is no value to wait for."""
+    """A tensor on the device "meta" has no value to wait for."""
     boundaries = torch.tensor([0, 3, 9], device="meta")
     for given in ({"cu_seqlens": boundaries}, {"seq_idx": torch.zeros(1, 7, dtype=torch.int32, device="meta")}):
         ids = sequence_ids(given, 1, 9)

@@ -24,7 +24,7 @@ def _on_device(device: torch.device):
 
 
 class InPlace(Unit):
-    """Whose activation is of a tensor that is changed before the product."""
+    """A unit whose activation is of a tensor that is changed before the product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.gate(x)
@@ -99,7 +99,7 @@ NAMES: dict[str, type] = {}
 
 
 class Meta(abc.ABCMeta):
-    """Which wants each name once."""
+    """A metaclass that wants each name once."""
 
     def __init__(cls, name: str, bases: Any, names: Any, **more: Any) -> None:
         super().__init__(name, bases, names)
@@ -136,7 +136,7 @@ def test_classes_that_register_their_subclasses(unit: type[Unit]):
 
 
 class Dispatches(nn.Module):
-    """By the exact types of its parts."""
+    """A module that goes by the exact types of its parts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ class DropsInTraining(Norm):
 
 
 class ReadsABuffer(Norm):
-    """Whose values may change, and nothing tells."""
+    """A norm that reads a buffer, whose values may change, and nothing tells."""
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         return super().normed(x) * self.scale
@@ -123,7 +123,7 @@ def test_eps_is_found_not_read():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_without_an_eps_it_is_that_of_float32(dtype: torch.dtype):
-    """Where eps decides, of inputs of 1e-4, the dtype's own would give a hundredth."""
+    """The dtype's own eps would give a hundredth where eps decides, of inputs of 1e-4."""
     model = nn.Sequential(nn.RMSNorm(16)).to(dtype)
     x = (1e-4 * torch.randn(3, 16)).to(dtype)
     want = model(x)
@@ -160,7 +160,7 @@ def test_modules_that_read_different_things_are_told_apart():
 
 
 class RoundsToTheWeight(Norm):
-    """As T5's: the result has the weight's dtype where that is a short one."""
+    """A norm as T5's: the result has the weight's dtype where that is a short one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.normed(x.float())
@@ -168,7 +168,7 @@ class RoundsToTheWeight(Norm):
 
 
 class Promotes(Norm):
-    """As Llama's: a float32 weight makes the result float32."""
+    """A norm as Llama's: a float32 weight makes the result float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * self.normed(x.float()).to(x.dtype)
@@ -194,7 +194,7 @@ def test_results_keep_the_dtype_they_had(norm: Any):
 
 
 class GatedNorm(Norm):
-    """As Mamba-2's, in two groups; without a gate it is a norm."""
+    """A gated norm as Mamba-2's, in two groups; without a gate it is a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class GatedNorm(Norm):
 
 
 class NormBeforeGate(GatedNorm):
-    """As Kimi's."""
+    """A gated norm as Kimi's."""
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         y = self.normed(x) * self.weight
@@ -399,7 +399,7 @@ class OwnAct(Unit):
 
 
 class InTwoSteps(Unit):
-    """As T5's."""
+    """A gated unit as T5's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate = self.act(self.gate(x))
@@ -457,7 +457,7 @@ def test_gated_units_are_told_by_what_they_compute():
 
 @pytest.mark.parametrize("family", ["deepseek_v4", "hy_v4", "glm5_next_text", "seed_oss"])
 def test_clamps_and_dropout_around_gated_units_stay(family: str):
-    """With large weights the clamps are reached; dropout is on only after patch() has seen the model."""
+    """Large weights reach the clamps; dropout is on only after patch() has seen the model."""
     heads = {
         "num_attention_heads": 4,
         "num_key_value_heads": 4,

@@ -127,7 +127,7 @@ def small_model_after(states: list[torch.Tensor]) -> Any:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_exception_leaves_the_model_as_it_was(error: type[BaseException]):
     class Unwilling(nn.RMSNorm):
-        """Whose class cannot be set."""
+        """A norm whose class cannot be set."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "__class__" and value is not Unwilling:
@@ -247,7 +247,7 @@ def test_copies_stand_alone_and_stay_patched(way: str):
 
 
 def test_replicas_use_their_own_weights():
-    """As nn.DataParallel makes them."""
+    """The replicas are made as by nn.DataParallel."""
 
     def replica(module: nn.Module) -> nn.Module:
         copy = module._replicate_for_data_parallel()
@@ -300,7 +300,7 @@ def test_new_parts_are_used():
     ],
 )
 def test_a_number_that_changed(family: str, name: str, value: float | None):
-    """Of a norm, or of what is done to the logits: the model's own code reads it anew."""
+    """The model's own code reads the number anew, of a norm or of what is done to the logits."""
     model, original = pair(family)
     *path, last = name.split(".")
     for m in (model, original):
@@ -337,7 +337,7 @@ def test_another_dtype(dtype: torch.dtype):
 
 
 def test_mixed_dtypes_within_a_layer():
-    """As fp16 T5, whose last projection stays float32."""
+    """The last projection of fp16 T5 stays float32."""
     config = transformers.T5Config(
         vocab_size=50,
         d_model=16,
@@ -391,7 +391,7 @@ def test_a_forward_that_another_library_replaced_is_left():
 
 @pytest.mark.parametrize("before", [True, False])
 def test_hooks_of_accelerate(before: bool):
-    """As `device_map` leaves them; they stand in a module's own `forward`."""
+    """The hooks of `device_map` stay; they stand in a module's own `forward`."""
     hooks = pytest.importorskip("accelerate.hooks")
     model = small_model("Llama")
     original = copy.deepcopy(model)

@@ -35,7 +35,7 @@ def _on_device(device: torch.device):
 
 
 def config(**options: Any) -> Any:
-    """Of which neither A nor B begins at zero."""
+    """Make a configuration in which neither A nor B begins at zero."""
     common = {"target_modules": ["q_proj", "lm_head"], "r": 3, "lora_alpha": 8, "init_lora_weights": False}
     return peft.LoraConfig(**{**common, **options})
 
@@ -86,7 +86,7 @@ def step(model: Any, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
 
 
 def require_fused(model: Any, original: Any, run: Any = None, autocast: bool = False, **inputs: Any) -> None:
-    """That the patched model has no logits, and its loss and gradients by the accuracy rule beside the unpatched."""
+    """Require no logits of the patched model, and its loss and gradients by the accuracy rule beside the unpatched."""
     inputs = inputs or batch()
     device, outputs = inputs["input_ids"].device.type, []
 
@@ -113,7 +113,7 @@ def require_fused(model: Any, original: Any, run: Any = None, autocast: bool = F
 
 
 def require_equal(model: Any, original: Any) -> None:
-    """That the patched model has no logits, and the unpatched one's loss."""
+    """Require no logits of the patched model, and the unpatched one's loss."""
     inputs = batch()
     got, want = (m(**inputs) for m in (model, original))
     assert got.logits is None
@@ -121,7 +121,7 @@ def require_equal(model: Any, original: Any) -> None:
 
 
 def require_logits(model: Any, original: Any, words: str) -> None:
-    """That the patched model does as before, and says so."""
+    """Require that the patched model does as before, and says so."""
     inputs = batch()
     with pytest.warns(UserWarning, match=rf"the loss comes from logits, .*: the projection {words}"):
         output = model(**inputs)

@@ -61,7 +61,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_losses_gradients_and_logits(name: str):
-    """In float32 as near to float64 as unpatched."""
+    """The patched model is as near to float64 in float32 as unpatched."""
     model, original = pair(name)
     inputs = batch()
     assert model(**inputs).logits is None
@@ -128,7 +128,7 @@ def test_a_resized_vocabulary_brings_its_bias():
 
 
 class SomeRows(transformers.LlamaForCausalLM):
-    """Whose loss leaves the first token out."""
+    """A model whose loss leaves the first token out."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):  # type: ignore[override]
         logits = self.lm_head(self.model(input_ids=input_ids)[0])
@@ -137,7 +137,7 @@ class SomeRows(transformers.LlamaForCausalLM):
 
 
 class Smoothed(transformers.LlamaForCausalLM):
-    """Whose loss has an option."""
+    """A model whose loss has an option."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):  # type: ignore[override]
         logits = self.lm_head(self.model(input_ids=input_ids)[0])
@@ -147,7 +147,7 @@ class Smoothed(transformers.LlamaForCausalLM):
 
 
 class Added(transformers.LlamaForCausalLM):
-    """Whose loss has a second term."""
+    """A model whose loss has a second term."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):  # type: ignore[override]
         logits = self.lm_head(self.model(input_ids=input_ids)[0])
@@ -159,7 +159,7 @@ class Added(transformers.LlamaForCausalLM):
 
 
 class Kept(transformers.LlamaForCausalLM):
-    """Which has its logits for somebody else."""
+    """A model that has its logits for somebody else."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):  # type: ignore[override]
         logits = self.lm_head(self.model(input_ids=input_ids)[0])
@@ -169,7 +169,7 @@ class Kept(transformers.LlamaForCausalLM):
 
 
 class AddedAtTimes(transformers.LlamaForCausalLM):
-    """Whose loss has a second term where a teacher is given."""
+    """A model whose loss has a second term where a teacher is given."""
 
     def forward(self, input_ids=None, labels=None, teacher=None, **kwargs):  # type: ignore[override]
         logits = self.lm_head(self.model(input_ids=input_ids)[0])

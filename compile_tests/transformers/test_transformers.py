@@ -96,7 +96,7 @@ def test_frozen_projection():
 
 
 class Adapter(nn.Module):
-    """As PEFT puts one around a linear layer; without rank it only passes on."""
+    """An adapter around a linear layer, as PEFT has one; without rank it only passes on."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_adapters_around_projections():
 
 
 class Wrapper(nn.Module):
-    """As PEFT and DDP put one around a model."""
+    """A wrapper around a model, as PEFT and DDP have one."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

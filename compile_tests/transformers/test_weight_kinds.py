@@ -25,7 +25,7 @@ from llmk.transformers import patch  # noqa: E402
 
 
 class Rounded(torch.Tensor):
-    """As torchao's weights: whole numbers and a scale, which the products that it takes over multiply."""
+    """A weight as torchao's: whole numbers and a scale, which the products that it takes over multiply."""
 
     whole: Tensor
     scale: Tensor
@@ -59,7 +59,7 @@ class Rounded(torch.Tensor):
 
 
 class Watched(torch.Tensor):
-    """As torchao's for training in 8 bits: plain numbers, and grouped products that it takes over."""
+    """A weight as torchao's for training in 8 bits: plain numbers, and grouped products that it takes over."""
 
     calls = 0
 
@@ -137,7 +137,7 @@ def test_norms(first: str) -> None:
 
 
 def test_plain_tensors_are_fused() -> None:
-    """As functional_call and pruning leave them."""
+    """Parameters are plain tensors after functional_call and pruning."""
     model, original = pair(tie_word_embeddings=False)
     ids = tokens(2, 7)
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -44,7 +44,7 @@ difference between sums of 5 log-probabilities of about log(101), with a roundin
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the model is from which all trainers start."""
+    """The folder of the model from which all trainers start."""
     return tmp_path_factory.mktemp("model")
 
 
@@ -102,7 +102,7 @@ def names_in(cell: str) -> list[str]:
 
 
 def test_the_tables_have_every_trainer():
-    """Of the installed TRL; what they say of each is what is tested here."""
+    """The tables have the trainers of the installed TRL; what they say of each is what is tested here."""
     (head, *covered), (_, *refused) = table("| plain |"), table("override its loss with")
     classes = {kind: given.found() for kind, given in KINDS.items()}
     listed = [name for row in (*covered, *refused) for name in names_in(row[0])]

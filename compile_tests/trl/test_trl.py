@@ -44,7 +44,7 @@ ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "GraniteMoe", "Phi"])
 def test_every_output_and_unpatch(family: str):
-    """With a scale, a softcap and a bias too, and a temperature."""
+    """The outputs are right with a scale, a softcap and a bias too, and a temperature."""
     model = small_model(family)
     other = copy.deepcopy(model)
     for m in (model, other):
@@ -97,7 +97,7 @@ def test_no_labels_at_all():
 
 
 def test_under_what_accelerate_wraps_around_it(calls: list[Any]):
-    """As `Accelerator.prepare_model` does for mixed precision."""
+    """The wrappers are those of `Accelerator.prepare_model` for mixed precision."""
     convert = pytest.importorskip("accelerate.utils").convert_outputs_to_fp32
     model = small_model("Llama")
     add_fused_lm_head(model, outputs=ALL)
@@ -195,7 +195,7 @@ def test_a_first_steps_ratio_is_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_policy_and_reference_are_patched_alike(tmp_path: Path):
-    """In bfloat16, where they round, the rewards of a first step are 0."""
+    """The rewards of a first step are 0 in bfloat16, where the models round."""
     trainer = make_trainer("dpo", tmp_path, max_steps=1, model_init_kwargs={"dtype": "bfloat16"})
     callback = llmk.transformers.PatchCallback()
     trainer.add_callback(callback)

@@ -16,11 +16,11 @@ Row = dict[str, Any]
 Make = Callable[[], tuple[list[Way], dict[str, Row]]]
 
 CONFIG = {"guess_tangent_strides_as_outputs": True}
-"""Without it torch 2.11 copies gradients whose strides differ from those of a compiled function's outputs."""
+"""The compiler's options; without this one torch 2.11 copies gradients whose strides differ from the outputs'."""
 
 
 LONG_MS = 10.0
-"""From this floor on calls are not replayed as a CUDA graph: the host is ahead of the device anyway."""
+"""The floor from which on calls are not replayed as a CUDA graph: the host is ahead of the device anyway."""
 
 
 def beginning_of_row(op: Op, sample: Sample, ceilings: dict[str, float]) -> Row:

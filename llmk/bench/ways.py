@@ -52,7 +52,7 @@ def way_of(name: str, op: Op, sample: Sample, function: Callable[..., Any]) -> W
 
 
 def incoming_gradients(outputs: list[Tensor]) -> list[Tensor]:
-    """As in training: 1 for a loss, else normal numbers, the same for every way, in the output's layout."""
+    """Make training's gradients: 1 for a loss, else normal numbers, the same for every way, in the output's layout."""
     generator = torch.Generator(outputs[0].device).manual_seed(1)
     grads = []
     for output in outputs:

@@ -316,7 +316,7 @@ class _RowOf(Pattern):
 
 @dataclass(frozen=True)
 class EachRow(Pattern):
-    """What is computed of each row of the first axis of some tensors by itself, in a stack of all rows.
+    """A stack of the results of one computation, made of each row of the first axis of some tensors by itself.
 
     `of_row(row)` is the pattern of one; `row(name)` in it is the row of the tensor that is captured under the name.
     """

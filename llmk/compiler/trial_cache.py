@@ -48,7 +48,7 @@ VIEWS = frozenset(
     }
 )
 _known: dict[str, tuple[str, str]] = {}
-"""By the key of a comparison: the difference, and the reason for which it could not be tried; both may be empty."""
+"""The outcomes of comparisons by key: the difference, and why it could not be tried; both may be empty."""
 
 
 def is_view(node: Node) -> bool:

@@ -54,8 +54,8 @@ WAYS: list[str] = FIGURES["ways"]
 PARTS = ("logits", "norms", "rotation", "gated units", "experts")
 
 KINDS: dict[str, Any] = FIGURES["model_types"]
-"""By `model_type`, where it is not as in Llama: the norms of a layer, norms of queries and keys, norms that multiply by
-1 + weight in float32; and keys of a configuration whose layers are not in the formula."""
+"""The kinds of models that are not as Llama, by `model_type`: the norms of a layer, norms of queries and keys, norms
+that multiply by 1 + weight in float32; and keys of a configuration whose layers are not in the formula."""
 
 
 @dataclass(frozen=True)

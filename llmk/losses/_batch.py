@@ -1,4 +1,4 @@
-"""What every loss begins with: checks of its arguments, its sequences, and the projection to the vocabulary.
+"""The common beginning of every loss: checks of its arguments, its sequences, and the projection to the vocabulary.
 
 A padded batch has a sequence a row. A packed one has a single row and an index for each token, in any order.
 Sums over the sequences of a packed batch reduce `[sequences, tokens]` with the tokens of other sequences masked: they
@@ -38,7 +38,7 @@ INTEGERS = (torch.int64, torch.int32)
 COUNTS = (*NUMBERS, *INTEGERS)
 MASKS = (torch.bool, torch.int64, torch.int32)
 PAIR_ORDERS = ("halves", "interleaved")
-"""Where the two of pair i are among B sequences, the chosen first: at i and i + B / 2, or at 2i and 2i + 1."""
+"""The places of pair i's two among B sequences, the chosen first: i and i + B / 2, or 2i and 2i + 1."""
 KINDS = {NUMBERS: "numbers", INTEGERS: "integers", MASKS: "truth values (bool, or integers 0 and 1)"}
 
 
@@ -144,7 +144,7 @@ def denominator_of(value: Tensor | float) -> Tensor | float:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which sequence each token belongs to, in a padded batch or a packed one, and sums over sequences.
+    """The sequence of each token, in a padded batch or a packed one, and sums over sequences.
 
     Sums are over all ranks that share the batch. `sum` adds up a sequence's tokens on them, and `expand_to_tokens` is
     its adjoint: what comes back from the tokens on all ranks is added up too.

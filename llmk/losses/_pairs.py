@@ -87,7 +87,7 @@ def pair_losses(name: str, pairs: Pairs, options: LossOptions) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PairItems(FromArguments):
-    """What means of pairs, and of their chosen tokens, divide by; None for the batch's own numbers."""
+    """The numbers that means of pairs, and of their chosen tokens, divide by; None for the batch's own."""
 
     num_items_in_batch: Tensor | float | None
     num_chosen_tokens_in_batch: Tensor | float | None

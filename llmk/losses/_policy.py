@@ -100,7 +100,7 @@ AGGREGATIONS = {
     "sequence_sum": _mean_of_sums,
     "constant": _over_constant_length,
 }
-"""How the losses of tokens become one, whatever the loss type."""
+"""The ways in which the losses of tokens become one, whatever the loss type."""
 
 
 def aggregation_weights(name: str, sequences: Sequences, arguments: Mapping[str, Any]) -> Tensor:

@@ -262,7 +262,7 @@ def _mean_weights(coef: float, mask: Tensor, count: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _LateWeights(FromArguments):
-    """What of `grpo` makes weights depend on log-probabilities and entropies, of sequences or of the batch."""
+    """The options of `grpo` whose weights depend on log-probabilities and entropies, of sequences or of the batch."""
 
     correction: Tensor | None
     vespo: VespoOptions | None

@@ -16,12 +16,12 @@ class AutoModelForCausalLM:
 
     @staticmethod
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
-        """As in transformers."""
+        """Load a model as transformers does, and patch it."""
         return _patched(transformers.AutoModelForCausalLM.from_pretrained(*args, **kwargs))
 
     @staticmethod
     def from_config(*args: Any, **kwargs: Any) -> Any:
-        """As in transformers."""
+        """Make a model as transformers does, and patch it."""
         return _patched(transformers.AutoModelForCausalLM.from_config(*args, **kwargs))
 
 

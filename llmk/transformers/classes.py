@@ -30,7 +30,7 @@ class Change:
 
     @property
     def what(self) -> str:
-        """In words, for the report."""
+        """The change in words, for the report."""
         raise NotImplementedError
 
     def methods(self, base: type) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Change:
 
 @dataclass(frozen=True)
 class BehindHook(Change):
-    """For a module whose `forward` is a hook of accelerate's (`dispatch_model`): behind it runs what was replaced."""
+    """A module whose `forward` is a hook of accelerate's (`dispatch_model`): behind it runs what was replaced."""
 
     def methods(self, base: type) -> dict[str, Any]:
         def get(self: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 from llmk.transformers.rewrite import CannotRewrite, Source, source_of
 
 NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
-"""What a patched module's class has in common with its own."""
+"""The attributes that a patched module's class has in common with its own."""
 
 
 class ExactTypes:

@@ -99,7 +99,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 def _step_by_step(experts: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """With the module's own code between the products and after them."""
+    """Compute the experts with the module's own code between the products and after them."""
     up_name = "gate_up_proj" if experts.has_gate else "up_proj"
     rows, positions, offsets = functional.moe_permute(x, indices, experts.down_proj.shape[0])
     rows = _linear(experts, up_name, rows, offsets)

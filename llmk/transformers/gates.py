@@ -32,7 +32,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor | No
 
 
 class Activation(NamedTuple):
-    """What the source calls `name`, and the operator's form of it."""
+    """An activation by the name that the source calls it, and the operator's form of it."""
 
     name: str
     form: str
@@ -116,7 +116,7 @@ class GateFinder:
 
 
 def _form(act: Any) -> str:
-    """Which of FORMS a function or a module without parameters computes."""
+    """Return the one of FORMS that a function or a module without parameters computes."""
     if isinstance(act, nn.Module):
         if parameters_of(act) or buffers_of(act) or children_of(act) or has_own_forward(act):
             raise Differs("has parts of its own")
@@ -222,7 +222,7 @@ class _Products(ast.NodeTransformer):
         return None, factor
 
     def _packed(self, gate: ast.expr, up: ast.expr) -> list[tuple[str, ast.expr]]:
-        """As an argument, what the statement before has split into gate and up."""
+        """Return the argument that the statement before has split into gate and up."""
         match self._before:
             case ast.Assign([ast.Tuple([ast.Name() as first, ast.Name() as second])], ast.Call() as split):
                 function, *arguments = map(ast.unparse, [split.func, *split.args, *(k.value for k in split.keywords)])

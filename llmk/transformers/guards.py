@@ -184,7 +184,7 @@ def checked(facts: Facts, function: FunctionType) -> Callable[[Any], bool]:
 
 
 BRINGERS = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.utils.", "deepspeed.", "llmk.")
-"""Where hooks come from that bring a module its weights, and neither look at what passes nor change it."""
+"""The modules of hooks that bring a module its weights, and neither look at what passes nor change it."""
 
 
 def _brings_weights(hook: Any) -> bool:
@@ -204,7 +204,7 @@ def llmk_only_brings_weights(self: nn.Module) -> bool:
 
 
 class Called(NamedTuple):
-    """What a replacement calls no longer: a function, a module, or a module's class and the facts of such a module."""
+    """A function or a module that a replacement no longer calls, or a module's class and the facts of such a module."""
 
     what: Any
     facts: Facts = ()
@@ -277,7 +277,7 @@ def no_longer(self: nn.Module, name: str, called: Called, now: Any) -> None:
 
 
 def reads_of(function: Callable[..., Any], twin: nn.Module, args: Iterable[Any]) -> Facts:
-    """What a method reads when it is called with a twin of a module, see `probe.apart`.
+    """Return the facts that a method reads when it is called with a twin of a module, see `probe.apart`.
 
     Raises:
         Differs: It keeps something for later, or reads what may change unseen.
@@ -371,7 +371,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _fact(path: str, value: Any, twin: nn.Module) -> Facts:
-    """What says that what was read at a path is still the same."""
+    """Return the facts by which a value that was read at a path is known to be still the same."""
     *_, name = path.split(".")
     of_twin = path.count(".") == 1
     if value is MISSING:
@@ -390,7 +390,7 @@ def _fact(path: str, value: Any, twin: nn.Module) -> Facts:
 
 
 def _facts_of_partial(path: str, value: "functools.partial[Any]") -> Facts:
-    """By what it calls and gives: a copy of a partial is another object."""
+    """Return the facts of what a partial calls and gives: a copy of a partial is another object."""
     items = [(f"{path}.args", value.args), *((f"{path}.keywords[{k!r}]", v) for k, v in value.keywords.items())]
     for _, item in items:
         if not _is_plain(item):

@@ -59,7 +59,7 @@ def kernel_config() -> KernelConfig:
 
 @dataclass(frozen=True)
 class InstalledLayer:
-    """Where `kernels` takes a layer from: a class of the installed package, in place of a repository."""
+    """The source of a layer for `kernels`: a class of the installed package, in place of a repository."""
 
     layer_name: str
 

@@ -30,7 +30,7 @@ class Places(NamedTuple):
     added: str | None
     """The parameter or buffer that is added to the logits."""
     facts: Facts
-    """What the statements that make the logits read, `config.logits_scaling` perhaps, and what computes the loss."""
+    """The facts that make the logits, `config.logits_scaling` perhaps, and what computes the loss."""
 
 
 def find_places(model: nn.Module, source: Source, head: str, V: int) -> Places:

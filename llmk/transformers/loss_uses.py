@@ -1,4 +1,4 @@
-"""What a model's `forward` does with its logits: every use of them has to be a known one.
+"""The uses that a model's `forward` makes of its logits: every one has to be a known one.
 
 Known are the loss, the output that shows them, their dtype and device, and statements that make others of them, where
 each name in such a statement, and in the conditions around it, is a number, a function or the logits. A forward that
@@ -227,7 +227,7 @@ class Uses:
         return node
 
     def _values(self, name: str) -> list[ast.expr]:
-        """What is assigned to a name, on its own."""
+        """Return the values that are assigned to a name, on its own."""
         named = [n for n in ast.walk(self._source.definition) if isinstance(n, ast.NamedExpr)]
         values = [s.value for s in self._assigned for t in s.targets if isinstance(t, ast.Name) and t.id == name]
         return values + [n.value for n in named if n.target.id == name]
@@ -238,7 +238,7 @@ class Uses:
         raise Differs(f"makes its logits of {expression}, a {type(value).__name__}")
 
     def _of_name(self, node: ast.Name, added: str | None, above: frozenset[str]) -> Iterator[Fact]:
-        """What a name in a statement that makes logits was made of."""
+        """Yield the facts that a name was made of, in a statement that makes logits."""
         name = node.id
         if name in self.logits and self._is_after(node):
             return

@@ -69,7 +69,7 @@ def _only_causal(
     position_ids: Any = None,
     **others: Any,
 ) -> bool:
-    """With scaled_dot_product_attention, and no padding, packing, cache or window that reaches less far than the row.
+    """Return whether sdpa is used without padding, packing, cache or a window that reaches less far than the row.
 
     `past_key_values` is the model's own empty cache here, if any.
     """

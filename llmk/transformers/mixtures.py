@@ -80,7 +80,7 @@ def find_experts(module: nn.Module) -> Experts | None:
 
 
 def _facts(module: Any) -> Facts:
-    """What its forward reads, and its activation, which is no longer called where an operator computes the gate."""
+    """Return what the forward reads, and its activation, which is not called where an operator computes the gate."""
     facts = {fact: None for training in (True, False) for fact in _reads(module, training)}
     if gate_form(module) and isinstance(act := children_of(module).get("act_fn"), nn.Module):
         facts |= dict.fromkeys(called_of(act, [rows_of_all_scales(H)]).as_part("self.act_fn"))

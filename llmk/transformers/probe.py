@@ -93,7 +93,7 @@ def run(function: Callable[..., Any], *args: Any, also: frozenset[str] = frozens
 
 
 def gradients(output: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """For the same random gradient of the output, whatever the scale of its rows."""
+    """Return the gradients for the same random gradient of the output, whatever the scale of its rows."""
     return list(torch.autograd.grad(output, inputs, randoms(1)(*output.shape).to(output.dtype), allow_unused=True))
 
 
@@ -114,7 +114,7 @@ def apart(module: nn.Module, parameters: Mapping[str, Tensor | None], training: 
 
 
 class Scaled(nn.Module):
-    """In place of a module that has parameters, so that what stands around it can be tried without them."""
+    """A stand-in for a module that has parameters, so that what stands around it can be tried without them."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -147,7 +147,7 @@ INPUTS_OF_SCAN = ["D", "dt_bias", "initial_states", "dt_softplus", "dt_limit"]
 SCAN_OPTIONS = ["chunk_size", *INPUTS_OF_SCAN, "return_final_states"]
 NO_LIMIT = (0.0, float("inf"))
 GATE = frozenset({"z"})
-"""Which mamba_ssm's function multiplies by, and the models do not."""
+"""The argument that mamba_ssm's function multiplies by, and the models do not."""
 
 
 @dataclass(frozen=True)

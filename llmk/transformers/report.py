@@ -60,7 +60,7 @@ class Report:
 
     @property
     def fell_back(self) -> dict[str, str]:
-        """Which guards have failed since patch(), by the module's name, and what ran in place of the replacement."""
+        """The guards that failed since patch(), by the module's name, and what ran in place of the replacement."""
         found: dict[str, str] = {}
         for name, module in self.model.named_modules():
             if FELL_BACK in vars(module):

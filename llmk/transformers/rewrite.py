@@ -38,7 +38,7 @@ class Edit:
 
     @property
     def what(self) -> str:
-        """In words, for the report."""
+        """The edit in words, for the report."""
         raise NotImplementedError
 
     def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def source_of_method(module: nn.Module, name: str) -> str:
 
 
 def _bare(definition: ast.FunctionDef) -> ast.FunctionDef:
-    """Without what is evaluated where a function is defined: that is taken from the original."""
+    """Remove what is evaluated where a function is defined: that is taken from the original."""
     args = definition.args
     definition.decorator_list, definition.returns = [], None
     for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg):

@@ -316,4 +316,4 @@ LAYERS: dict[str, type[nn.Module]] = {
     "rotary_pos_emb": RotaryPosEmb,
     "ForCausalLMLoss": ForCausalLMLoss,
 }
-"""By transformers' name of the slot."""
+"""The layers by transformers' name of the slot."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Counted:
-    """How often llmk computed, and how often with gradients."""
+    """The number of calls that llmk computed, and of those with gradients."""
 
     what: ClassVar[str]
     """A quantity that is computed, and by which operator, for the report."""

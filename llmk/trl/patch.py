@@ -52,7 +52,7 @@ class _Names(ast.NodeTransformer):
 
 @dataclass
 class Report:
-    """Which of a trainer's models compute through llmk's operators. `print(report)` shows it.
+    """The report on which of a trainer's models compute through llmk's operators. `print(report)` shows it.
 
     Attributes:
         heads: The models, by their names in the trainer, and of each the function that was changed: its forward with
@@ -66,7 +66,7 @@ class Report:
 
     @property
     def calls(self) -> dict[str, tuple[int, int]]:
-        """For each patched model, how often llmk computed for it, and how often with gradients."""
+        """The number of calls that llmk computed for each patched model, and of those with gradients."""
         return {name: (made.calls, made.calls_with_gradients) for name, made in self._made.items()}
 
     def unpatch(self) -> None:

@@ -1,11 +1,11 @@
-"""Which trainers compute their loss through TRL's fused head, read from the code of `compute_loss`."""
+"""The trainers that compute their loss through TRL's fused head, read from the code of `compute_loss`."""
 
 import inspect
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 
 ARGUMENT = "fused_lm_head"
-"""With this keyword TRL's trainers ask a model for the fused head."""
+"""The keyword with which TRL's trainers ask a model for the fused head."""
 
 INSTEAD = {
     "A2POTrainer": "llmk.functional.linear_logprobs",
@@ -22,7 +22,7 @@ INSTEAD = {
     "ServerDistillationTrainer": "llmk.losses.distill_topk",
     "TPOTrainer": "llmk.losses.cpo and llmk.losses.sft",
 }
-"""What computes, from hidden states, the losses of trainers that compute them from whole logits."""
+"""The functions that compute, from hidden states, the losses of trainers that compute them from whole logits."""
 
 WITHOUT_VOCABULARY = ("RewardTrainer",)
 """Trainers of models whose head is a score."""

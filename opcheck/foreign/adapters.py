@@ -30,7 +30,7 @@ class Argument:
     kwarg_only: bool = False
     default: tuple[Any, ...] = ()
     type: str = ""
-    """As it is written in a schema or an annotation; empty where there is none."""
+    """The type as it is written in a schema or an annotation; empty where there is none."""
 
     @property
     def default_value(self) -> Any:

@@ -17,7 +17,7 @@ from llmk.registry import Op, Sample
 from llmk.registry.private.operators import overload_of
 
 _ROWS = 1024
-"""For the times, where the record can make a sample of so many."""
+"""The rows of the samples that are timed, where the record can make one of so many."""
 _TURNS, _LONGEST = 20, 300.0
 """The most calls that are timed, and the milliseconds after which no more are."""
 

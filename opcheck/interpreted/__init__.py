@@ -1,1 +1,1 @@
-"""What Triton's interpreter sees of a kernel."""
+"""The facts about a kernel that Triton's interpreter sees."""

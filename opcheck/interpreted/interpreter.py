@@ -92,11 +92,11 @@ class _Launch:
     named: dict[str, Tensor]
     order: Callable[[int, int], int]
     tracks: bool
-    """Whether the addresses that are written are noted: to tell sums from races, in a launch that runs again."""
+    """True where written addresses are noted, to tell sums from races, in a launch that runs again."""
     arguments: list[_Argument] = field(default_factory=list)
     stored: list[np.ndarray] = field(default_factory=list)
     summed: list[np.ndarray] = field(default_factory=list)
-    """Where the programs stored, and where they added by atomics: machine addresses."""
+    """The machine addresses where the programs stored, and where they added by atomics."""
 
     def sums_alone(self, addresses: np.ndarray) -> np.ndarray:
         """Return which addresses are of sums by atomics, and of nothing else that was written."""

@@ -23,7 +23,7 @@ import triton
 from llmk.opcheck.inputs import BrokenPromise
 
 MOST_TURNS = 20_000
-"""Past them, and as many turns as the kernel's largest argument has elements, a loop is held not to end."""
+"""The turns past which, and past the elements of the kernel's largest argument, a loop is held not to end."""
 
 _COMPARE: dict[type, tuple[int, Callable[[Any, Any], bool]]] = {
     ast.Lt: (1, operator.lt),

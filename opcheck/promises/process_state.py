@@ -88,7 +88,7 @@ def seeded(number: int) -> Iterator[None]:
 
 
 def random_state() -> dict[str, Any]:
-    """What the next random numbers depend on, by whose they are."""
+    """Return the states that the next random numbers depend on, by whose they are."""
     found: dict[str, Any] = {"PyTorch's": torch.get_rng_state().tolist(), "Python's": random.getstate()}
     if torch.cuda.is_available():
         found["the GPU's"] = torch.cuda.get_rng_state().tolist()

@@ -109,7 +109,7 @@ def _attempt(sample: Sample, what: str, words: str, call: Callable[[], Results])
 
 
 def _require_close(sample: Sample, what: str, actual: Results, expected: Results, wrong: str = "") -> None:
-    """To a few percent: what goes wrong here is zeros, halves and signs."""
+    """Require results that agree to a few percent: what goes wrong here is zeros, halves and signs."""
     for a, b in zip(actual, expected, strict=True):
         if b is None or b.numel() == 0 or not bool(b.isfinite().all()):
             continue

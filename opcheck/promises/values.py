@@ -43,7 +43,7 @@ HARSH = {
     "times 2^-14": lambda x: x * 2.0**-14,
     "with a NaN": _with_nan,
 }
-"""What is done to the first floating-point argument: exponents overflow, variances cancel, and `eps` counts."""
+"""The changes of the first floating-point argument: exponents overflow, variances cancel, and `eps` counts."""
 
 
 def harsh_values(op: Op, samples: Sequence[Sample]) -> str:

@@ -16,7 +16,7 @@ from llmk.opcheck.promises.table import INTERPRETER_PROMISES
 from llmk.opcheck.runner import WORST, Result
 
 KINDS = ("wrong values", "wrong gradients", "memory", "side effects", "compile", "habits")
-"""From the gravest on."""
+"""The kinds of faults, the gravest first."""
 
 _PROMISES_OF = {
     "wrong gradients": (

@@ -121,7 +121,7 @@ def _head(report: Record, ops: int) -> Iterator[str]:
 
 
 def _title(report: Record, ops: list[str]) -> str:
-    """What was checked: the modules of a user's operators, or else a few operators by name."""
+    """Name what was checked: the modules of a user's operators, or else a few operators by name."""
     names = _own_modules(report) or ops
     if len(names) == 1:
         return f"What {names[0]} promises"

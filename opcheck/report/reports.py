@@ -39,7 +39,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def notes(results: Sequence[Result]) -> Iterator[str]:
-    """What was made for an operator, what is no fault but to be known, or that a path has no code; each line once."""
+    """Yield what was made for an operator, what is no fault but to be known, or a path without code; each line once."""
     told = [result for result in results if result.passed and result.message]
     yield from dict.fromkeys(
         f"{result.op} ({result.path}): {line}" for result in told for line in result.message.splitlines()

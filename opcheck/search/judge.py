@@ -42,7 +42,7 @@ PATIENCE = 20.0
 """Seconds that a call may take, far more than any sample does."""
 
 FIRST_DRAWS = 2
-"""For an error bound, before one is estimated as for a promise."""
+"""The draws for an error bound, before one is estimated as for a promise."""
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def neighbours(draw: Draw, shape: tuple[int, ...]) -> Tensor:
 
 
 def at_specials(draw: Draw, shape: tuple[int, ...]) -> Tensor:
-    """At the numbers that options and formulas decide by, and next to them."""
+    """Draw the numbers that options and formulas decide by, and those next to them."""
     known = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.5, *draw.domain.specials], dtype=torch.float64, device="cpu")
     values = known[draw.whole(len(known), shape)] * draw.choices.choice((1.0, 1.0, -1.0))
     rounded = values.to(draw.dtype)

@@ -138,7 +138,7 @@ def searches(
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without warnings, and in Triton's interpreter with what watches its kernels."""
+    """Run without warnings, and in Triton's interpreter with what watches its kernels."""
     with contextlib.ExitStack() as around:
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

@@ -39,7 +39,7 @@ def aligned(*numbers: int | torch.SymInt | None) -> bool:
 
 
 def byte_offset(x: Tensor) -> int | torch.SymInt:
-    """Where a tensor begins in its storage, which is aligned."""
+    """Return the offset of a tensor in its storage, which is aligned."""
     return x.storage_offset() * x.element_size()
 
 
@@ -61,7 +61,7 @@ def matrices_aligned(x: Tensor) -> bool:
 
 
 Strides = tuple[int | None, int | None, int | None]
-"""Where the rows of `[..., N]` begin, as `row_starts` takes it: row r is the (r % inner)-th of group r // inner.
+"""The start of each row of `[..., N]`, as `row_starts` takes it: row r is the (r % inner)-th of group r // inner.
 
 The three are the distance between groups, inner, and the distance within a group; the last two are None where all rows
 are equally far apart, which costs a kernel no more than a single stride.
@@ -110,7 +110,7 @@ def _levels(x: Tensor) -> list[tuple[int, int]]:
 
 @jit
 def row_starts(rows, stride, inner, inner_stride):
-    """Where rows begin, from the strides of `strided_rows`; rows are int64."""
+    """Return the offsets of rows by the strides of `strided_rows`; rows are int64."""
     if inner is None:
         starts = rows * stride
     else:
@@ -144,7 +144,7 @@ def row_shares(blocks: int, device: torch.device) -> int:
 MOST_SHARED = 163 * 1024
 """An sm_80's shared memory of a block, for which stages were chosen: on one with more they are the same."""
 SHARED_BY_SUMS = 1024
-"""What else a kernel has there, to add up over its warps."""
+"""The bytes that a kernel needs there besides, to add up over its warps."""
 
 
 def rows_ahead(row_bytes: int, device: torch.device, most: int = 2) -> int:

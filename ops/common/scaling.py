@@ -75,13 +75,13 @@ def _scale_saved(op: KernelOp, saved: Tensor, grad: Tensor) -> Tensor:
 
 
 def save_gradients(ctx: Any, *gradients: Tensor) -> None:
-    """In `setup_context`: what `SavedGradients` scales."""
+    """Save the gradients that `SavedGradients` scales, in a `setup_context`."""
     ctx.hooked = saved_tensors_are_hooked()
     ctx.save_for_backward(*gradients)
 
 
 class SavedGradients:
-    """In a backward formula: the gradients that were saved, to be scaled by the incoming one."""
+    """The gradients that were saved, for a backward formula to scale by the incoming one."""
 
     def __init__(self, ctx: Any, grad: Tensor, scale: KernelOp) -> None:
         self.gradients, self.grad, self.scale = ctx.saved_tensors, grad, scale

@@ -129,7 +129,7 @@ def sum_rows(
 
 
 def dot_rows(table: Tensor, indices: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the shape of `indices [T, K]`: the product of row `indices[t, k]` of `table [M, H]` with row t of `dy`."""
+    """Return the products `[T, K]` of row `indices[t, k]` of `table [M, H]` with row t of `dy`."""
     table, dy, indices = contiguous_last_dim(table), contiguous_last_dim(dy), indices.contiguous()
     M, H = table.shape
     dots = empty(tuple(indices.shape), dtype, dy.device)

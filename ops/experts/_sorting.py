@@ -37,7 +37,7 @@ def groups_of(offsets: Tensor) -> list[tuple[int, int]]:
 
 
 def raise_out_of_range(indices: Tensor, num_experts: int) -> None:
-    """On a CPU an index is an expert, or the number of experts for none."""
+    """Raise for an index on a CPU that is no expert and not the number of experts, which stands for none."""
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) <= num_experts:
         raise IndexError(
             f"indices: expected experts from 0 to {num_experts - 1}, or {num_experts} for none, "

@@ -80,7 +80,7 @@ def router_topk_reference(
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Where the largest are, equal ones in their order."""
+    """Return the indices of the largest values, equal ones in their order."""
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 

@@ -440,7 +440,7 @@ LISTS = {
     "teacher_softcap": "teacher_input",
     "teacher_logprobs": "teacher_ids",
 }
-"""By its name, each list that has one for each of another."""
+"""The lists that have one entry for each of another list, by name."""
 OR_NONE = ("teacher_linear_bias", "vocab_map")
 """Those that may be empty."""
 

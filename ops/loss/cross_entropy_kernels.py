@@ -54,7 +54,7 @@ def loss_of(
 
 @jit
 def _target_column(target, V):
-    """Where the rows' targets are, -1 where in no column: 32 bits, which compare in half the instructions of 64."""
+    """Return the rows' target columns, -1 for none: in 32 bits, which compare in half the instructions of 64."""
     return tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
 
 
@@ -337,7 +337,7 @@ def cross_entropy_backward_kernel(
 
 
 def row_block(V: int) -> dict[str, int]:
-    """In either direction."""
+    """Return the block and the warps for long rows, forward and backward."""
     # H200, bf16, times the floor, forward and the gradient: 1.10 and 1.02 at 8192x32000, .98 and 1.01 at 8192x128256;
     # half the block 1.12 and 1.17, 1.00 and 1.12; twice the block and warps forward 1.13 and 1.00. At 13107x5120, where
     # blocks of 4096 are half empty, 1.44 and 1.24, with those 1.81 and 1.39.
@@ -355,7 +355,7 @@ def unaligned(*rows: Tensor) -> bool:
 
 
 def row_losses(logits: Tensor, target: Tensor, options: CrossEntropyOptions) -> RowResults:
-    """By the kernels, of `[..., V]` logits and `[...]` targets."""
+    """Compute the rows' losses of `[..., V]` logits and `[...]` targets by the kernels."""
     logits, target = as_rows(logits), target.contiguous()
     M, V = logits.shape
     loss, count = (empty(target.shape, torch.float32, logits.device) for _ in range(2))
@@ -379,7 +379,7 @@ def row_gradients(
     stats: Tensor,
     options: CrossEntropyOptions,
 ) -> Tensor:
-    """By the kernels, for the gradient of each row `[...]` or of all of them `[]`, divided by `denominator`."""
+    """Compute dlogits by the kernels, for the gradient of each row `[...]` or of all `[]`, divided by `denominator`."""
     gradient = empty(logits.shape, logits.dtype, logits.device)
     grad, logits, dlogits = grad.reshape(-1) if grad.dim() else grad, as_rows(logits), as_rows(gradient)
     M, V = logits.shape

@@ -35,7 +35,7 @@ class CrossEntropyOptions(NamedTuple):
         return self.ignore_index, self.smoothing, self.z_loss, self.softcap or None
 
     def class_weights(self, num_classes: int, device: torch.device) -> Tensor:
-        """In float32, one for each class, for plain PyTorch."""
+        """Return the weights of all classes in float32, for plain PyTorch."""
         if self.weight is None:
             return torch.ones(num_classes, dtype=torch.float32, device=device)
         return self.weight.float()
@@ -92,7 +92,7 @@ class RowLoss(NamedTuple):
 
 
 def counted(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Which rows count, and their targets as an index, 0 for the others."""
+    """Return a mask of the rows that count, and the targets as indices, 0 for the other rows."""
     target = target.long()  # int32 would wrap an ignore_index that it does not hold
     counts = target != ignore_index
     return counts, torch.where(counts, target, 0)

@@ -26,11 +26,11 @@ from llmk.ops.common.math import LOG2E, exp, expm1, log1p_for_product, log_for_p
 from llmk.registry import jit
 
 TOTAL_VARIATION = tl.constexpr(-1.0)
-"""In place of a beta."""
+"""The total variation, in place of a beta."""
 BETWEEN = tl.constexpr(2)
 """The form of a beta that is neither 0 nor 1."""
 NEAR_AN_END = tl.constexpr(3)
-"""That of one so near to 0 or 1 that 16 bits too can tell what a logarithm of M loses."""
+"""The form of a beta so near to 0 or 1 that 16 bits too can tell what a logarithm of M loses."""
 NEAR = 1 / 32
 
 
@@ -40,7 +40,7 @@ class Mixture(NamedTuple):
     beta: float
 
     def form(self) -> int:
-        """Which of the formulas: -1, 0 or 1 for that beta, 2 for all between 0 and 1, 3 for those next to them."""
+        """Return the number of the formula: -1, 0 or 1 for that beta, 2 between 0 and 1, 3 next to them."""
         if not 0.0 < self.beta < 1.0:
             return int(self.beta)
         return BETWEEN.value if NEAR <= self.beta <= 1.0 - NEAR else NEAR_AN_END.value

@@ -107,7 +107,7 @@ def _load_boxes(ptr, stride, rows, N, BLOCK: tl.constexpr):
 
 @jit
 def _compare(b, t, eps):
-    """Where they overlap; (w, h) of i (0 elsewhere), of b and t outside of i, of c; U - I, U + eps, C - U, C + eps."""
+    """Return the overlap; (w, h) of i (0 elsewhere), of b and t outside of i, of c; U - I, U + eps, C - U, C + eps."""
     wb, hb, wt, ht = b[2] - b[0], b[3] - b[1], t[2] - t[0], t[3] - t[1]
     x1, y1, x2, y2 = tl.maximum(b[0], t[0]), tl.maximum(b[1], t[1]), tl.minimum(b[2], t[2]), tl.minimum(b[3], t[3])
     iw, ih = x2 - x1, y2 - y1

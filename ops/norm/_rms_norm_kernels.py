@@ -241,7 +241,7 @@ def _forward_tile(N: int) -> dict[str, int]:
 
 
 def _backward_tile(N: int, element_size: int, tensors: int, device: torch.device) -> dict[str, int] | None:
-    """For reading so many tensors: h, dy and perhaps dh. None where these rows are walked in blocks."""
+    """Return the tile for reading so many tensors: h, dy and perhaps dh. None where these rows are walked in blocks."""
     # H200, bf16, times the floor: 1.08 at 32768x4096, 1.15 at 8192x8192, 1.33 at 262144x128, each with the programs of
     # _programs and three stages of prefetch; one stage costs 0.1 more. Forward and backward, 65536x1024: 1.09, with 8
     # warps 1.11; 4096x16384: 1.25, where 16 warps can have 128 registers, which take no weight besides h, dy and dw;

@@ -149,8 +149,8 @@ def channel_scores_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, index_ptr, scores_ptr, kk_ptr, a_ptr, scale, T, N, H, HK, K,
     C: tl.constexpr, BLOCK_K: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """What `channel_blocks_kernel` leaves of P and A of one chunk, A also before it is multiplied by beta; one program
-    makes the pairs of tokens from halves of one size.
+    """Compute what `channel_blocks_kernel` leaves of P and A of one chunk, A also before its product with beta; one
+    program makes the pairs of tokens from halves of one size.
     """
     levels: tl.constexpr = LEVELS - 4
     level, place = 4 + tl.program_id(0) % levels, tl.program_id(0).to(tl.int64) // levels

@@ -214,7 +214,7 @@ def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr):
 
 @jit
 def _rest(x, rounded: tl.constexpr, dtype: tl.constexpr):
-    """What `_with_rest` adds to x rounded, in units of the last place of x, which is float32.
+    """Return what `_with_rest` adds to x rounded, in units of the last place of x, which is float32.
 
     16 bits hold that of bfloat16: half of its last place, but for ties rounded down, which lose one unit.
     """

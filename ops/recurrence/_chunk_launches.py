@@ -56,7 +56,7 @@ class Inputs:
 
     @property
     def levels(self) -> int:
-        """How often a chunk can be halved."""
+        """Return how often a chunk can be halved."""
         return self.chunk.bit_length() - 1
 
     @property
@@ -168,7 +168,7 @@ class Matrices:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept for the backward pass: T with a correction, and with a decay for each channel P and K K^T."""
+    """The tensors kept for the backward pass: T with a correction, and with a decay for each channel P and K K^T."""
 
     inverse: Tensor | None
     scores: Tensor | None
@@ -374,7 +374,7 @@ def _keys_tile(x: Inputs) -> dict[str, int]:
 
 
 def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As `_gradients`, with a decay for each channel."""
+    """Return the gradients of `_gradients` with a decay for each channel."""
     T, N, H, HK, K, V = x.sizes
     keys_tile = _keys_tile(x)
     blocks = cdiv(K, keys_tile["BLOCK_K"])

@@ -78,7 +78,7 @@ def in_chunks(
 
 @dataclass(frozen=True)
 class Scan:
-    """What a pass over the chunks made: the decayed products of queries and keys, and of keys with each other, A's
+    """The results of a pass over the chunks: the decayed products of queries and keys, and of keys with each other, A's
     inverse T, each chunk's first state, and U.
     """
 

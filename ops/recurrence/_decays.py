@@ -16,8 +16,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Decays:
-    """To each token of a chunk from its start, d, and from each to its end, e `[..., C, 1 or K]`; and d of the last
-    token `[..., 1 or K, 1]`.
+    """The decays from a chunk's start to each token, d, and from each to its end, e `[..., C, 1 or K]`; and d of the
+    last token `[..., 1 or K, 1]`.
     """
 
     start: Tensor
@@ -50,7 +50,7 @@ class Decays:
 
 
 def decays(g: Tensor, index: Tensor | None) -> Decays:
-    """From log decays `[B, H, N, C]` or `[B, H, N, C, K]` and the tokens' sequence indices `[B, 1, N, C]`."""
+    """Make them from log decays `[B, H, N, C]` or `[B, H, N, C, K]` and the tokens' sequence indices `[B, 1, N, C]`."""
     per_channel = g.dim() == 5
     g = g if per_channel else g.unsqueeze(-1)
     start, end, whole, same = g.cumsum(-2).exp(), after(g).exp(), g.sum(-2).exp().unsqueeze(-1), None

@@ -71,7 +71,7 @@ def rope_reference(
 
 @jit
 def pair_columns(R, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
-    """Where the pairs (a, b) lie in a head: the columns of a, those of b, and which of the block are there."""
+    """Return the columns of a and of b, of the pairs (a, b) of a head, and a mask of the pairs that are there."""
     pairs = tl.arange(0, BLOCK_PAIRS)
     a_cols = 2 * pairs if INTERLEAVED else pairs
     b_cols = a_cols + (1 if INTERLEAVED else R // 2)

@@ -250,7 +250,7 @@ def _long_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
 
 @jit
 def _columns(C, BLOCK_C: tl.constexpr):
-    """Which of the outer indices and which columns are this program's."""
+    """Return the outer index and the columns of this program."""
     blocks = tl.cdiv(C, BLOCK_C)
     program = tl.program_id(0)
     cols = (program % blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)

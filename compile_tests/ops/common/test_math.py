@@ -62,5 +62,5 @@ def test_a_function_is_good_to_its_last_places(
 
 
 def exact_value(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """In float64; PyTorch's softplus is x itself from 20 on and cancels nowhere else."""
+    """Compute in float64; PyTorch's softplus is x itself from 20 on and cancels nowhere else."""
     return torch.logaddexp(x, torch.zeros_like(x)) if function is torch.nn.functional.softplus else function(x)

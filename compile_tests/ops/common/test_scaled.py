@@ -17,7 +17,7 @@ T = torch.tensor([3, -100, 0, 10, 7, 1])
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Where what is scaled in place lies."""
+    """Record where what is scaled in place lies."""
     seen: list[int] = []
     scale = scaling._scale_saved
 
@@ -85,7 +85,7 @@ def test_a_graph_of_the_backward_pass_keeps_what_was_saved(places: list[int]) ->
 
 
 def test_a_gradient_is_no_part_of_the_graph(places: list[int]) -> None:
-    """As long as it is kept, it would keep the graph."""
+    """A gradient in the graph would keep it for as long as the gradient itself is kept."""
     loss, x, w = loss_of()
     found = torch.autograd.grad(loss, (x, w))
     assert places
@@ -94,7 +94,7 @@ def test_a_gradient_is_no_part_of_the_graph(places: list[int]) -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_zero_stays_zero(value: float) -> None:
-    """In the kernel too, to memory of its own and where the gradient is."""
+    """The kernel too keeps it zero, to memory of its own and where the gradient is."""
     loss, x, w = loss_of("sum")
     for retain_graph in (True, False):
         dx, dw = torch.autograd.grad(loss, (x, w), torch.tensor(value), retain_graph=retain_graph)

@@ -1,4 +1,4 @@
-"""Where a block has little shared memory, wide rows are walked in other ways, to the same results."""
+"""Wide rows are walked in other ways where a block has little shared memory, to the same results."""
 
 import pytest
 import torch

@@ -110,7 +110,7 @@ def test_gradients_are_those_of_all_rows(chunk_rows: int, block_rows: int) -> No
 @pytest.mark.kernels
 @pytest.mark.parametrize("segment", [None, 1, 4, 6, 12, 100])
 def test_tokens_compacted_in_segments(device: torch.device, segment: int | None) -> None:
-    """In each the tokens that count come first, in their order; the others follow, and what they have is not read."""
+    """The tokens that count come first in each, in their order; the others follow, and what they have is not read."""
     if device.type == "cpu" and not INTERPRET:
         pytest.skip("a kernel orders the tokens")
     mask = torch.tensor([[1, 0, 0, 1, 1], [0, 0, 0, 1, 0], [0, 0, 1, 1, 1]], dtype=torch.bool, device=device)
@@ -182,7 +182,7 @@ def nan_where_nothing_is_written() -> Iterator[None]:
 def test_products_on_a_cpu_read_no_garbage(
     name: str, monkeypatch: pytest.MonkeyPatch, nan_where_nothing_is_written: None
 ) -> None:
-    """Where a CPU has AMX, oneDNN's of bfloat16 multiply an element behind each row of odd length by 0."""
+    """oneDNN's products of bfloat16 multiply an element behind each row of odd length by 0, where a CPU has AMX."""
     op, product, looked_at = OPS[name], _linear.add_product, []
 
     def checked(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:

@@ -49,7 +49,7 @@ def test_every_loss_fused_with_a_projection_has_them() -> None:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_rounded_logits_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the accuracy rule: the composition that it measures against rounds none."""
+    """The accuracy rule tells them: the composition that it measures against rounds none."""
     op, sample = OPS[name], sample_of(name)
     require_accurate(op, sample, call(op, sample))
     change_logits(monkeypatch, lambda logits, bias: logits.bfloat16().float())

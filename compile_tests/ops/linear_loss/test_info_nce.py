@@ -201,7 +201,7 @@ def test_wrong_calls(wrong: Callable[[], Any], message: str) -> None:
 
 
 class Shared(torch.autograd.Function):
-    """What every rank has; its gradient is the sum of theirs."""
+    """A tensor that every rank has; its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:

@@ -72,7 +72,7 @@ def test_largest_logits_in_one_tile(k: int, device: torch.device) -> None:
 @pytest.mark.parametrize("most_tiles", [1, 3])
 @pytest.mark.kernels
 def test_wider_tiles(most_tiles: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As rows of more than a million classes have them."""
+    """Rows of more than a million classes have tiles so wide."""
     monkeypatch.setattr(_topk, "MOST_TILES", most_tiles)
     monkeypatch.setattr(_topk, "STATISTICS_BLOCK", 512)
     check_ties(linear_topk, 9, 1500, device)
@@ -80,7 +80,7 @@ def test_wider_tiles(most_tiles: int, device: torch.device, monkeypatch: pytest.
 
 @pytest.mark.kernels
 def test_slices_of_the_classes(device: torch.device) -> None:
-    """As ranks have them, some of which have fewer classes than k, or none; equal logits are on several."""
+    """Some ranks have fewer classes than k, or none; equal logits are on several."""
     impl = (KERNELS if device.type == "cuda" or INTERPRET else PYTORCH).topk
     logits, parts = torch.randint(-9, 9, (3, 400), generator=RANDOM).float().to(device), []
     for start, end in ((0, 10), (10, 10), (10, 170), (170, 400)):

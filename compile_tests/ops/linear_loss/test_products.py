@@ -173,7 +173,7 @@ def test_rows_of_a_weight_that_lie_far_apart() -> None:
 
 @interpreted
 def test_ids_in_another_order_of_memory(device: torch.device) -> None:
-    """As a sort returns those of a transposed support."""
+    """A sort returns such ids of a transposed support."""
     x, weight, _ = (each.to(device) for each in head(5, torch.bfloat16))
     ids = torch.arange(35, device=device).view(7, 5).t()
     weights, numbering = Weights(weight, None, None, Transform()), Numbering(-100, 0, V)

@@ -156,7 +156,7 @@ def test_ignore_index_of_64_bits(
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.kernels
 def test_a_weighted_mean_divides_z_loss_by_the_weights_too(name: str, V: int, device: torch.device) -> None:
-    """As documented: the mean is the sum of the rows' losses, which hold z_loss, divided by the targets' weights."""
+    """The mean is the sum of the rows' losses, which hold z_loss, divided by the targets' weights, as documented."""
     logits, weight = torch.randn(6, V, device=device), torch.rand(V, device=device) + 0.5
     targets = torch.tensor([1, 0, -100, 4, 9, 2], device=device)
     counts = targets != -100

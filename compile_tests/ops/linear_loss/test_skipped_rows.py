@@ -1,4 +1,4 @@
-"""What the hidden states of ignored tokens hold reaches nothing where these are skipped."""
+"""The hidden states of ignored tokens reach nothing where these are skipped, whatever they hold."""
 
 from collections.abc import Callable
 from typing import Any

@@ -136,7 +136,7 @@ def ends_of_logits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("counted", [0, 7])
 @pytest.mark.parametrize("aligned", [True, False])
 def test_divergences_read_nothing_past_the_count(aligned: bool, counted: int, ends_of_logits: list[int]) -> None:
-    """Where rows are not aligned they take all tokens."""
+    """The operators take all tokens where rows are not aligned."""
     classes, features = LONGEST_SHORT + 13, H if aligned else H - 4  # rows of fewer classes leave nothing
     student, teacher = ((torch.randn(N, h).bfloat16(), torch.randn(classes, h).bfloat16()) for h in (features, 24))
     labels = torch.randint(0, classes, (N,))
@@ -165,7 +165,7 @@ SEQUENCES: list[dict[str, Any]] = [
 
 
 def targets(*shape: int) -> Tensor:
-    """Of the first group all count but one, of the second none, of the others some."""
+    """Make targets of which all of the first group count but one, none of the second, and some of the others."""
     target = torch.randint(0, V, shape).view(shape[0], -1)
     kept = torch.rand(target.shape) < 0.6
     kept[0], kept[1], kept[2, 0] = True, False, True

@@ -153,7 +153,7 @@ def test_a_target_outside_of_its_support(device: torch.device) -> None:
 
 @pytest.mark.kernels
 def test_an_id_past_the_last_class(device: torch.device) -> None:
-    """On a CPU it raises; kernels read nothing there, and make NaN of the token's results and gradient alone."""
+    """It raises on a CPU; kernels read nothing there, and make NaN of the token's results and gradient alone."""
     x, weight, target = replay(6, device=device).args
     support = target.clamp(min=0).unsqueeze(-1).repeat(1, 4)
     support[1, 2] = V

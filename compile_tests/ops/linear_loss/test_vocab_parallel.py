@@ -160,7 +160,7 @@ def a_class_that_no_rank_has(rank: int, world: int) -> None:
 
 
 def what_is_exchanged(rank: int, world: int) -> None:
-    """In the forward pass five numbers a token, in the backward pass the gradient of the input; no class counts.
+    """The forward pass exchanges five numbers a token, the backward pass the gradient of the input; no class counts.
 
     They are the target's logit, the largest, and three sums.
     """

@@ -164,7 +164,7 @@ def test_a_class_that_is_none() -> None:
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_divergence_of_almost_one_side(beta: float, scale: float, dtype: torch.dtype, device: torch.device) -> None:
-    """Beside M's larger part the other is less than a rounding, and all that there is of the divergence."""
+    """The smaller part is less than a rounding beside M's larger one, and all that there is of the divergence."""
     x, y = (
         (scale * torch.randn(4, 40, dtype=torch.float32, device=device)).log_softmax(-1).to(dtype) for _ in range(2)
     )

@@ -24,7 +24,7 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def sample(name: str, x: Tensor, eps: float) -> Sample:
-    """With a weight and a bias: for group_norm two groups of channels, each of whose rows is a row of x."""
+    """Make a sample with a weight and a bias: for group_norm two groups of channels, whose rows are those of x."""
     generator = torch.Generator().manual_seed(2)
     if name == "group_norm":
         columns = x.shape[-1]
@@ -47,7 +47,7 @@ def run(name: str, x: Tensor, eps: float, fn: Callable[..., Any] | None = None) 
 
 
 def require_right(name: str, x: Tensor, small: Tensor, scale: Tensor, eps: float) -> None:
-    """As PyTorch's composition, and float64, are of `small`, the same rows divided by `scale`."""
+    """Require what PyTorch's composition, and float64, give of `small`, the same rows divided by `scale`."""
     rows, factor = scale[:, None], tolerance_of(OPS[name], x.dtype).factor
     ours = run(name, x.t().contiguous().t(), eps)
     own, exact = (run(name, t, eps, fn=OPS[name].reference) for t in (small, small.double()))

@@ -51,7 +51,7 @@ def test_the_chunks_are_the_recurrence(name: str, T: int, packed: bool, per_chan
 def test_the_operators_are_the_recurrence(
     name: str, dtype: torch.dtype, per_channel: bool, device: torch.device
 ) -> None:
-    """With decays of very different strengths side by side, of key heads that are shared."""
+    """The decays beside each other have very different strengths, of key heads that are shared."""
     given = inputs(1, 70, 1, 2, 12, 20, dtype, device, per_channel=per_channel)
     given[3] = given[3].float()
     state = torch.linspace(-1, 1, 2 * 12 * 20, dtype=torch.float32, device=device).view(1, 2, 12, 20)
@@ -165,7 +165,7 @@ def test_a_positive_log_decay_is_named_on_a_cpu(device: torch.device) -> None:
 @pytest.mark.parametrize("name", REFERENCES)
 @per_channel_or_head
 def test_matrices_are_kept_where_gradients_are_wanted(name: str, per_channel: bool, device: torch.device) -> None:
-    """Of the two chunks: with a correction T, and with a decay for each channel P and, with a correction, K K^T."""
+    """The two chunks keep T with a correction, and with a decay for each channel P and, with a correction, K K^T."""
     tensors = inputs(1, 70, 1, 2, 8, 8, torch.bfloat16, device, per_channel=per_channel)
     corrected = name == "gated_delta_rule"
     leaves = [x.requires_grad_() for x in (tensors if corrected else tensors[:-1])]

@@ -20,7 +20,7 @@ traced = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: kernels run a
 
 
 def arguments(name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """As projections give them: q, k, qk_norm_rope's weights, cos and sin."""
+    """Make q, k, qk_norm_rope's weights, cos and sin as projections give them."""
     q, k = (torch.randn(2, 6, H, 16, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for H in (4, 2))
     weights = [torch.randn(16, device=device, dtype=dtype, requires_grad=True) for _ in range(2)]
     angles = [torch.randn(1, 6, 16, device=device, dtype=dtype) for _ in range(2)]
@@ -92,7 +92,7 @@ def test_results_lie_as_projections_write(name: str, device: torch.device) -> No
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @each_op
 def test_keys_whose_result_gets_no_gradient_get_none(name: str, compiled: bool, device: torch.device) -> None:
-    """As in PyTorch: an optimizer changes a parameter whose gradient is zeros, by weight decay or momentum."""
+    """An optimizer changes a parameter whose gradient is zeros, by weight decay or momentum, as in PyTorch."""
     args, overload = arguments(name, device, torch.float32), OPS[name].overload
 
     def queries(*args: Tensor) -> Tensor:

@@ -260,17 +260,17 @@ class LinearOp(CallOp[C]):
         super().save_call(ctx, inputs, *results)
 
     def recomputed_gradients(self, ctx: Any, backward: "LinearOp[C]", *grads: Tensor | None) -> Any:
-        """In a backward formula: the arguments' gradients by `backward(call, *grads, *results, *need)`."""
+        """Return the arguments' gradients in a backward formula, by `backward(call, *grads, *results, *need)`."""
         call, results = self.saved_call(ctx)
         return _argument_gradients(ctx, *backward(call, *grads, *results, *ctx.needs_input_grad[:3]))
 
     def save_gradients(self, ctx: Any, inputs: tuple[Any, ...], *gradients: Tensor) -> None:
-        """In a `setup_context`: save the gradients that the forward pass made."""
+        """Save the gradients that the forward pass made, in a `setup_context`."""
         self._save_options(ctx, inputs)
         save_gradients(ctx, *gradients)
 
     def scaled_gradients(self, ctx: Any, scale: KernelOp, grad: Tensor) -> Any:
-        """In a backward formula: the arguments' gradients, which are those saved, scaled by `scale`."""
+        """Return the arguments' gradients in a backward formula: those saved, scaled by `scale`."""
         saved, (need_dx, need_dw, need_db) = SavedGradients(ctx, grad, scale), ctx.needs_input_grad[:3]
         dx = saved.times(0, dx_dtype(ctx.dtype, ctx.shard)) if need_dx else None
         dw = saved.times(1, ctx.dtype) if need_dw else None

@@ -83,7 +83,7 @@ def ordered(mask: Tensor, dtype: torch.dtype, segment: int) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How many rows count, the first ones of every `segment` rows; only the device knows it."""
+    """The number of rows that count, the first ones of every `segment` rows; only the device knows it."""
 
     counts: Tensor  # int32 [segments]
     segment: int

@@ -52,7 +52,7 @@ MOST_CHUNKS, MOST_BLOCKS = 64, 64
 
 @dataclass(frozen=True)
 class Plan:
-    """How a linear layer over N rows is computed.
+    """The chunks in which a linear layer over N rows is computed.
 
     Attributes:
         chunk_rows: Rows whose gradient of the logits exists at a time.
@@ -97,7 +97,7 @@ def plan(
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a plan's time and memory depend on."""
+    """The sizes that a plan's time and memory depend on."""
 
     N: int
     H: int

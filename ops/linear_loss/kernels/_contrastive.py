@@ -65,7 +65,7 @@ class Products(NamedTuple):
 
 
 class Similarities(NamedTuple):
-    """How a block's products become logits, which keys are its queries' own, and which are no negatives of theirs."""
+    """The factor from products to logits, a block's queries' own keys, and the keys that are no negatives of theirs."""
 
     factor: Tensor  # float32 []
     query_ids: Tensor | None  # [R]

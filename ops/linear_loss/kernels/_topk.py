@@ -277,7 +277,7 @@ def topk_combine_kernel(
 
 
 class Candidates(NamedTuple):
-    """What may be among the K largest logits of M rows, and the rows' statistics.
+    """The keys that may be among the K largest logits of M rows, and the rows' statistics.
 
     The slices of several ranks are one below the other.
     """

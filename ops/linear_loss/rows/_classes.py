@@ -12,7 +12,7 @@ from llmk.ops.linear_loss.rows.transform import Transform
 
 
 class Numbering(NamedTuple):
-    """What an id says: whether it counts, whether it is a class, and where this rank has that."""
+    """The numbers that tell of an id whether it counts, whether it is a class, and where this rank has that."""
 
     ignore_index: int
     first_class: int  # of this rank

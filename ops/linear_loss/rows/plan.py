@@ -26,7 +26,7 @@ FLOPS = 7.8e14
 BYTES = 3e12
 """Read or written a second."""
 MULTIPROCESSORS = 132
-"""Which the tiles of dx fill in waves."""
+"""The H100's multiprocessors, which the tiles of dx fill in waves."""
 EXPOSED = 0.46
 """The part of a chunk's traffic of weights that its products do not hide."""
 MEMORY_EXPONENT = 0.15
@@ -48,7 +48,7 @@ FLOAT32_MATRICES = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """How a loss over N rows is computed: rows whose P exists at a time, and if dW is summed in its own dtype."""
+    """The rows of a loss over N rows whose P exists at a time, and whether dW is summed in its own dtype."""
 
     chunk_rows: int
     rounded_sums: bool

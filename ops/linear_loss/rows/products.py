@@ -44,7 +44,7 @@ from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import describable, descriptor
 
 FLOAT16_SCALE = 2.0**15
-"""What is stored of a float16 P is so many times as large: its numbers are at most 1, and the small ones are kept."""
+"""The factor of a float16 P as it is stored: its numbers are at most 1, and the small ones are kept."""
 FAR = 60.0
 """A row whose own logit is so many nats below its largest has exponentials relative to that one. Beyond, r x leaves
 bfloat16's normal numbers; the exponentials themselves leave its range at 88."""

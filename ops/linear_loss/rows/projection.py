@@ -59,7 +59,7 @@ class RowMatrix:
 
 
 class RowsOfLogits(NamedTuple):
-    """What the logits of a chunk give."""
+    """The results of the logits of a chunk."""
 
     stats: Statistics
     weighted: Tensor  # [M], logits times class weights
@@ -77,7 +77,7 @@ class Projection(Protocol):
 
     @property
     def keeps_exponentials(self) -> bool:
-        """Whether P may hold exponentials until their rows' gradients are known."""
+        """True where P may hold exponentials until their rows' gradients are known."""
         ...
 
     def classes(self, rows: slice, ids: Tensor, numbering: Numbering, *, raw: bool, left_out: bool = False) -> Classes:

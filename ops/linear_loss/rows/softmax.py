@@ -32,7 +32,7 @@ STATISTICS = 5
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a row's logits say of its softmax, float32 `[5, M]`, or 6 with a tail; the sums of all ranks together."""
+    """The statistics of rows' softmax, float32 `[5, M]`, or 6 with a tail; the sums of all ranks together."""
 
     values: Tensor
 
@@ -59,7 +59,7 @@ class Statistics:
 
     @property
     def scale(self) -> Tensor:
-        """What exponentials that were stored are multiplied by to be relative to the reference."""
+        """The factor that makes stored exponentials relative to the reference."""
         return self.values[4]
 
     @property
