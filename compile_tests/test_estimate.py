@@ -185,7 +185,7 @@ def test_a_list_is_no_configuration() -> None:
 
 
 def test_what_a_nested_configuration_leaves_to_its_class(tmp_path: Path) -> None:
-    """As the files of Gemma-3-4b and Qwen3-VL have it."""
+    """The configurations are those of the files of Gemma-3-4b and Qwen3-VL."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     found = command.sizes(str(tmp_path))

@@ -23,7 +23,7 @@ def require_runs(code: str) -> None:
 
 @pytest.mark.parametrize("module", ["llmk", "llmk.opcheck"])
 def test_import_loads_no_operator_and_nothing_of_the_compiler(module: str) -> None:
-    """Which are the two seconds that it took; an installed backend is found by its entry point."""
+    """These are the two seconds that it took; an installed backend is found by its entry point."""
     require_runs(f"""
         import sys, torch, triton
         from llmk.registry.private import compilers

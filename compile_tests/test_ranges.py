@@ -19,7 +19,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 
 @pytest.fixture
 def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What is installed, which a test may change, beside llmk with this pyproject.toml."""
+    """The versions that are installed, which a test may change, beside llmk with this pyproject.toml."""
     found = {"transformers": "5.20.0"}
     lines = [f'{line}; extra == "{extra}"' for extra, wanted in EXTRAS.items() for line in wanted]
     monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=2.11", *lines])

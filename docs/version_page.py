@@ -39,7 +39,7 @@ def _commits(checks: dict[str, Any]) -> str:
 
 
 def _cell(checks: dict[str, Any], name: str) -> str:
-    """Of a check that passed what it counted, in a few words, so that three columns fit a screen."""
+    """Return what a check that passed has counted, in a few words, so that three columns fit a screen."""
     if name not in checks:
         return "not run"
     check = checks[name]
@@ -50,4 +50,4 @@ def _cell(checks: dict[str, Any], name: str) -> str:
 
 
 UNCOUNTED = re.compile(r", 0 broken.*|, \d+ (skipped|warnings?)| in [\d.]+s.*|, eager and compiled")
-"""What a check says besides: that nothing else happened, and how long it took."""
+"""Text that a check adds: that nothing else happened, and how long it took."""

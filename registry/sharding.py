@@ -104,7 +104,7 @@ def is_sharded(*tensors: torch.Tensor) -> bool:
 
 
 PLAIN_MODULES = ("torch.nn.parameter.", "torch._subclasses.", "torch.distributed.")
-"""Where the classes of tensors that hold plain numbers are, besides `torch`: parameters, what traces see, shards."""
+"""The modules of classes of tensors that hold plain numbers, besides `torch`: parameters, what traces see, shards."""
 
 
 def foreign_kind(tensor: torch.Tensor) -> str | None:

@@ -1,4 +1,4 @@
-"""What a release says of itself: `python -m tools.release vX.Y.Z` prints that version's section of CHANGELOG.md.
+"""Prints the text of a release: `python -m tools.release vX.Y.Z` gives that version's section of CHANGELOG.md.
 
 The tag has to name the version that llmk and CITATION.cff have, and CHANGELOG.md a section of it with its date.
 """

@@ -22,7 +22,7 @@ def test_python_runs(page: Path, tmp_path: Path) -> None:
 
 
 def test_a_page_says_where_what_git_does_not_have_is_shown() -> None:
-    """In a line that is a comment for the site, and text for whoever reads the file."""
+    """A line that is a comment for the site, and text for whoever reads the file, says it."""
     found = 0
     for page in sorted((ROOT / "docs").glob("*.md")):
         text = page.read_text()

@@ -191,7 +191,7 @@ def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nemo_automodel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the function that its recipes call with every loss."""
+    """The function that its recipes call with every loss takes it."""
     utils = pytest.importorskip("nemo_automodel.components.loss.utils")
     masked = pytest.importorskip("nemo_automodel.components.loss.masked_ce")
     page = module_of_page("llmk_automodel", "nemo_automodel", tmp_path, monkeypatch)

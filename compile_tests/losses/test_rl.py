@@ -124,7 +124,7 @@ def test_classes_on_two_ranks(tmp_path: Path, device: torch.device) -> None:
 
 
 def test_the_entropy_of_the_operator_changes_no_bit(device: torch.device) -> None:
-    """What a trainer compares with log-probabilities of another call."""
+    """The log-probabilities are what a trainer compares with those of another call."""
     x, weight, labels = torch.randn(7, 16, device=device), torch.randn(37, 16, device=device), torch.arange(7)
     found = rl.logprobs(x, weight, labels.to(device))
     assert torch.equal(found, rl.logprobs(x, weight, labels.to(device), entropy=True)[0])

@@ -142,7 +142,7 @@ def origins(folder: Path) -> set[str]:
 
 
 def test_a_build_for_this_torch_comes_before_the_source(tmp_path: Path) -> None:
-    """In both layouts of one, with the package in the variant's folder or below it."""
+    """The package is found in both layouts, in the variant's folder or below it."""
     major, minor = torch.__version__.split(".")[:2]
     for variant in ("torch11-cxx11-cpu-x86_64-linux", f"torch{major}{minor}-cxx11-cpu-x86_64-linux/built"):
         write(tmp_path / "build" / variant)
@@ -152,7 +152,7 @@ def test_a_build_for_this_torch_comes_before_the_source(tmp_path: Path) -> None:
 
 
 def test_a_repository_is_loaded_by_kernels(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What that raises, of the network or of a publisher whom it does not trust, is one line."""
+    """An error of the network, or of a publisher whom it does not trust, is one line."""
 
     def get_kernel(name: str, *, revision: str) -> ModuleType:
         if name != "somebody/kernel":

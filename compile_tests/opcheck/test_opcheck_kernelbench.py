@@ -50,7 +50,7 @@ def test_a_cheat_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_parameters_get_gradients_and_keep_their_sizes(tmp_path: Path) -> None:
-    """Where both modules have the same; else the weights are those of one seed."""
+    """Parameters that both modules have are arguments; else the weights are those of one seed."""
     only = ["values_and_gradients"]
     said = list(notes(checked(tmp_path, "layer_norm_gelu", RIGHT["layer_norm_gelu"], only=only)))
     assert said == ["layer_norm_gelu (reference): gradients of x, self_norm_weight, self_norm_bias"]

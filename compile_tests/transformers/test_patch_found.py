@@ -341,7 +341,7 @@ updating: Any = update
 
 @pytest.mark.parametrize("longer", [0, 2])
 def test_an_update_by_one_token_is_found(longer: int):
-    """With gradients too: autograd keeps the state that it was."""
+    """Gradients are right too: autograd keeps the state that it was."""
     model = Updated()
     original = copy.deepcopy(model)
     report = patch(model)

@@ -143,7 +143,7 @@ class Steps:
 
 @pytest.mark.parametrize("kind", ["trainer", "sft", "accelerate"])
 def test_a_model_that_is_compiled_in_place(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By the line of the docs. Without Inductor, so that what is put in runs as it is."""
+    """The line of the docs compiles it. Without Inductor, so that what is put in runs as it is."""
     monkeypatch.setattr(compilers, "compile_fx", lambda gm, inputs, **settings: gm.forward)
     report = Report()
     monkeypatch.setattr(backend, "EVERYTHING", report)

@@ -167,7 +167,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_loss_of_a_dtensor_names_the_class_of_what_it_holds(name: str, mesh: DeviceMesh) -> None:
-    """As FSDP2 holds weights of torchao's."""
+    """A DTensor holds the weight, as FSDP2 holds those of torchao."""
     with torch.device("cpu"):
         held = DTensor.from_local(weight.as_subclass(Watched), mesh, [Shard(0)])
         with pytest.raises(TypeError, match=r"linear_weight: expected a plain tensor or a DTensor, got a .*\.Watched"):

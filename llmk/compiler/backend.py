@@ -175,7 +175,7 @@ def llmk(
 
 
 OWN = ("only", "without", "drop_logits", "verify")
-"""What `torch.compile(backend="llmk", options=...)` takes besides settings of Inductor."""
+"""The options of `torch.compile(backend="llmk", options=...)` besides settings of Inductor."""
 
 
 def _config_of(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> tuple[tuple[str, Any], ...]:

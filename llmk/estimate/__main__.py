@@ -22,7 +22,7 @@ from llmk.estimate import FIGURES, PARTS, WAYS, Sizes, estimate, parameters, siz
 
 WIDTH = 80
 MEMORY_GIB = {"h100": 79, "h200": 139}
-"""What PyTorch says that each GPU has."""
+"""The memory that PyTorch reports for each GPU."""
 TITLES = {"rest": "the rest", "step": "step, in all"}
 
 

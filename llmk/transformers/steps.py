@@ -35,7 +35,7 @@ class DeltaRuleStep(DeltaRule):
 
     @property
     def cases(self) -> list[tuple[int, bool, dict[str, Any]]]:
-        """Of several tokens: what one alone gives is a row of one number, which may cancel."""
+        """Compare several tokens: what one alone gives is a row of one number, which may cancel."""
         final = {"output_final_state": True}
         return [(9, True, final), (9, True, final | {"use_qk_l2norm_in_kernel": True})]
 

@@ -16,7 +16,7 @@ from llmk.opcheck.runner import require_known
 from llmk.registry import OPS, Op
 
 HUB = "hub:"
-"""What the folder or the name of a kernel repository begins with."""
+"""The prefix of the folder or the name of a kernel repository."""
 
 
 class NotLoaded(ValueError):

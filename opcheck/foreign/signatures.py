@@ -37,7 +37,7 @@ class Unrecorded(Op):
 
     origin: str = ""
     traced: bool = True
-    """Whether it says that Dynamo traces it, which is then checked."""
+    """True where it claims that Dynamo traces it, which is then checked."""
 
 
 def unmade(device: torch.device, dtype: torch.dtype) -> list[Sample]:

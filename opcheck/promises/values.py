@@ -18,7 +18,7 @@ from llmk.registry.devices import INTERPRET
 ORDINARY = 1000.0
 """A sample with larger numbers is harsh already."""
 LENGTHS = (1, 2, 1025, 4097)
-"""Of rows and columns: one, two, and past every block."""
+"""Numbers of rows and columns: one, two, and past every block."""
 ROWS = (1025,) if INTERPRET else (1025, 4097)
 
 

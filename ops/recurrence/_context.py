@@ -76,7 +76,7 @@ def state_before(
 
 
 def _goes_on(sequence_ids: Tensor | None, ranks: int, context_group: str) -> Tensor | None:
-    """Whether the first token after each rank but the last is of the sequence of its last one `[ranks - 1, B]`."""
+    """Return whether the token after each rank but the last is of its last token's sequence `[ranks - 1, B]`."""
     if sequence_ids is None:
         return None
     ends = torch.stack([sequence_ids[:, 0], sequence_ids[:, -1]]).unsqueeze(0)

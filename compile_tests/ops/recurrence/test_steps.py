@@ -67,7 +67,7 @@ def test_steps_are_the_chunks(name: str, dtype: torch.dtype, per_channel: bool, 
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_errors_do_not_grow_over_4096_steps(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """With weak decays, which forget nothing for a thousand tokens."""
+    """Weak decays forget nothing for a thousand tokens."""
     given = inputs(1, 4096, 1, 2, 8, 8, dtype, device)
     given[3] = given[3].float() / 30
     given = given if name == "gated_delta_rule" else given[:-1]
@@ -84,7 +84,7 @@ def test_errors_do_not_grow_over_4096_steps(name: str, dtype: torch.dtype, devic
 @pytest.mark.parametrize("longer", [0, 1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_steps_are_the_convolution(taps: int, longer: int, dtype: torch.dtype, device: torch.device) -> None:
-    """With a state of the taps before a token, and longer ones, of which the last are read. Baselines as above."""
+    """The state has the taps before a token, or more, of which the last are read. Baselines as above."""
     generator = torch.Generator().manual_seed(taps)
     shapes = (2, 20, 6), (2, 6, taps - 1 + longer), (6, taps), (6,)
     given = [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for shape in shapes]
