@@ -141,7 +141,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=positive(float), help="learning rate; default: the preset's")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches; default: 0")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if there is one")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="output folder; default: runs")
+    parser.add_argument("--out", type=Path, help="output folder; default: runs/PRESET")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
     parser.add_argument("--no-baseline", dest="baseline", action="store_false", help="leave out plain PyTorch")
     parser.add_argument(
@@ -157,6 +157,7 @@ def prepare(args: argparse.Namespace) -> tuple[Settings, Path]:
     """Fill in the defaults, check what was given, and tokenize the text; returns the settings and the tokens' file."""
     args.device = choose_device(args.device)
     args.preset = args.preset or ("1b" if args.device.type == "cuda" else "tiny")
+    args.out = args.out or Path("runs", args.preset)
     preset = PRESETS[args.preset]
     args.steps = args.steps or preset.steps
     batch_size, seq_len = args.batch_size or preset.batch_size, args.seq_len or preset.seq_len

@@ -53,8 +53,7 @@ def logprobs(
         hidden: Hidden states `[..., H]`, float32, float16 or bfloat16, any strides.
         weight: Weight of the projection `[V, H]`, dtype of `hidden`; under autocast both are cast.
         labels: Class indices `[...]`, int64 or int32.
-        entropy: Return the entropies too. Without it they get no gradient; their sums, one addition a logit, are part
-            of the pass over the logits either way, so that a log-probability has the same bits with and without.
+        entropy: Return the entropies too. Without it they are computed all the same, and get no gradient.
         bias: Bias of the projection `[V]`, dtype of `hidden`.
         temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
