@@ -24,7 +24,7 @@ from usual_causes import USUAL_CAUSES
 from version_page import version_table
 
 import llmk
-from llmk.opcheck.promises.table import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
+from llmk.opcheck.promises.table import GPU_PROMISES, INTERPRETER_PROMISES, ON_REQUEST, PROMISES
 from llmk.registry import OPS, Op
 
 
@@ -112,7 +112,7 @@ def checks_table() -> str:
     groups = (
         (INTERPRETER_PROMISES, " (in Triton's interpreter)"),
         (PROMISES, ""),
-        (ASKED_PROMISES, " (only where `--promise` names it)"),
+        (ON_REQUEST, " (only where `--promise` names it)"),
         (GPU_PROMISES, " (on a GPU)"),
     )
     for promises, where in groups:

@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 
 from llmk.opcheck.foreign.adapters import adapted
-from llmk.opcheck.foreign.comparison import HeldAgainst
+from llmk.opcheck.foreign.comparison import Comparison
 from llmk.opcheck.foreign.loading import NotLoaded, find_ops, named
 from llmk.opcheck.foreign.signatures import Unrecorded
 from llmk.opcheck.processes import Unit, check_in_processes
@@ -240,7 +240,7 @@ def _records(options: argparse.Namespace) -> list[Op]:
         _refuse(f"argument --reference: expected MODULE:NAME, got {options.reference!r}")
     reference = named(options.reference)
     reference = reference.overload if isinstance(reference, Op) else reference
-    return [dataclasses.replace(ops[0], reference=HeldAgainst(reference))]
+    return [dataclasses.replace(ops[0], reference=Comparison(reference))]
 
 
 class Progress:

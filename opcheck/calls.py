@@ -104,13 +104,13 @@ def resized(op: Op, samples: Sequence[Sample], rows: Sequence[int]) -> Iterator[
         yield op.resized(count, tensor.device, float_dtype(op, samples[0]))
 
 
-def one_of_each(op: Op, samples: Sequence[Sample], *, layouts: bool = False) -> list[Sample]:
+def representatives(op: Op, samples: Sequence[Sample], *, layouts: bool = False) -> list[Sample]:
     """A small sample of each choice of options, of tensors given and of their number of axes.
 
     With `layouts` also of each choice of tensors that are not contiguous.
     """
     found: dict[Any, Sample] = {}
-    for sample in sorted(samples, key=lambda sample: _dullness(op, sample)):
+    for sample in sorted(samples, key=lambda sample: _simplicity(op, sample)):
         if all(tensor.numel() for tensor in _tensors(op, sample)):
             layout = [tensor.is_contiguous() for tensor in _tensors(op, sample)] if layouts else []
             found.setdefault((kind_of(op, sample), *layout), sample)
@@ -121,8 +121,8 @@ MOST_KINDS = 2
 
 
 def few_kinds(op: Op, samples: Sequence[Sample]) -> list[Sample]:
-    """The first of `one_of_each`, for what hardly depends on options."""
-    return one_of_each(op, samples)[:MOST_KINDS]
+    """The first of `representatives`, for what hardly depends on options."""
+    return representatives(op, samples)[:MOST_KINDS]
 
 
 WIDTHS = (1, 512, 16384)
@@ -153,7 +153,7 @@ def _tensors(op: Op, sample: Sample) -> list[Tensor]:
     return [value for value in op.bind(sample).values() if isinstance(value, Tensor)]
 
 
-def _dullness(op: Op, sample: Sample) -> tuple[bool, bool, int]:
+def _simplicity(op: Op, sample: Sample) -> tuple[bool, bool, int]:
     """A sort key: samples with few elements, or none that is finite, come last, then the smaller come first."""
     tensors = _tensors(op, sample)
     size = sum(tensor.numel() for tensor in tensors)

@@ -13,7 +13,7 @@ import torch
 
 from llmk.opcheck.availability import BFLOAT16, interprets_bfloat16, what_else_runs_it
 from llmk.opcheck.foreign.adapters import adapted, registered, returns_alias
-from llmk.opcheck.foreign.comparison import HeldAgainst, costs_beside, resolved
+from llmk.opcheck.foreign.comparison import Comparison, costs_beside, resolved
 from llmk.opcheck.foreign.hub import Layer
 from llmk.opcheck.foreign.samples import GivenSamples, samples_from
 from llmk.opcheck.foreign.signatures import Unrecorded, completed, record_of
@@ -21,13 +21,13 @@ from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
 from llmk.opcheck.promises.settings import remember_state, restore_state
 from llmk.opcheck.promises.table import (
     ASKED_ON_A_GPU,
-    ASKED_PROMISES,
     COMPILED,
     GPU_PROMISES,
     HABITS,
     IN_ONE_DTYPE,
     INTERPRETER_PROMISES,
     OF_LAYERS,
+    ON_REQUEST,
     PROMISES,
     Promise,
 )
@@ -135,7 +135,7 @@ def check(
     if samples is not None:
         record = dataclasses.replace(record, samples=samples_from(samples, record))
     if reference is not None:
-        record = dataclasses.replace(record, reference=HeldAgainst(reference))
+        record = dataclasses.replace(record, reference=Comparison(reference))
 
     def on_begin(now: RunningCheck) -> None:
         if not now.sample:
@@ -146,7 +146,7 @@ def check(
 
 
 def promise_named(name: str) -> Promise:
-    known = {promise.__name__: promise for promise in PROMISES + ASKED_PROMISES + INTERPRETER_PROMISES + GPU_PROMISES}
+    known = {promise.__name__: promise for promise in PROMISES + ON_REQUEST + INTERPRETER_PROMISES + GPU_PROMISES}
     if name not in known:
         raise ValueError(f"no promise {name!r}; there are {', '.join(known)}")
     return known[name]
@@ -168,7 +168,7 @@ def promises_for(device: torch.device, names: Sequence[str] | None = None, skip:
         known += PROMISES
     if names is not None:
         wanted = [promise_named(name) for name in names]
-        known = tuple(promise for promise in known + ASKED_PROMISES if promise in wanted)
+        known = tuple(promise for promise in known + ON_REQUEST if promise in wanted)
     return [promise for promise in known if promise not in left_out]
 
 
@@ -219,13 +219,13 @@ def checks(
     """
     require_known(op.unchecked)
     remember_state()
-    other = op.reference if isinstance(op.reference, HeldAgainst) else None
+    other = op.reference if isinstance(op.reference, Comparison) else None
     if isinstance(op, Unrecorded) or other:
         now = RunningCheck(op.name, _name_of((dtypes or op.dtypes)[0]), SAMPLES)
         on_begin(now)
         whole, words = _completed(op, device, dtypes)
         if words and now.check not in done:
-            yield _told(now, device, words)
+            yield _result_of(now, device, words)
         if whole is None:
             return
         op = whole
@@ -242,7 +242,7 @@ def checks(
                 bits = dtypes is None and interprets_bfloat16(op, samples[0])
                 elsewhere = BFLOAT16 if bits else what_else_runs_it(op, samples[0])
             if elsewhere is not None:
-                yield _told(now, device, elsewhere)
+                yield _result_of(now, device, elsewhere)
                 if bits:
                     continue
                 return
@@ -252,20 +252,20 @@ def checks(
                 continue
             if names is None and name in op.unchecked:
                 now = RunningCheck(op.name, dtype_name, name)
-                yield _told(now, device, f"{name} is left out: {op.unchecked[name]}")
+                yield _result_of(now, device, f"{name} is left out: {op.unchecked[name]}")
                 continue
             yield _check_one(op, device, dtype_name, promise, samples, on_begin)
         now = RunningCheck(op.name, dtype_name, COSTS)
         if other and names is None and not place and path_taken(device) != "interpreter" and now.check not in done:
             on_begin(now)
-            yield _told(now, device, costs_beside(op, other, dtype, device))
+            yield _result_of(now, device, costs_beside(op, other, dtype, device))
 
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _told(now: RunningCheck, device: torch.device, words: str) -> Result:
+def _result_of(now: RunningCheck, device: torch.device, words: str) -> Result:
     """A result that only says something."""
     return Result(now.op, str(device), now.dtype, path_taken(device), now.promise, True, words, 0.0, calls=0)
 

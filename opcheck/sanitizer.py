@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmk.opcheck.calls import call, of_other_widths, one_of_each
+from llmk.opcheck.calls import call, of_other_widths, representatives
 from llmk.opcheck.runner import Result, path_taken
 from llmk.registry import Op, Sample
 
@@ -41,7 +41,7 @@ def find_sanitizer() -> str | None:
 
 def few_of(op: Op, samples: Sequence[Sample]) -> list[Sample]:
     """The smallest of FEW_KINDS kinds, and of each width that a row has: at most as many as that and four."""
-    kinds = one_of_each(op, samples)[:FEW_KINDS]
+    kinds = representatives(op, samples)[:FEW_KINDS]
     return kinds + of_other_widths(op, samples, kinds)
 
 

@@ -24,7 +24,7 @@ import llmk.losses
 import llmk.nn
 from compile_tests.helpers.loss_calls import LOSSES, given
 from llmk.opcheck.calls import call
-from llmk.opcheck.promises.table import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
+from llmk.opcheck.promises.table import GPU_PROMISES, INTERPRETER_PROMISES, ON_REQUEST, PROMISES
 from llmk.registry import OPS, Op
 from llmk.registry.private.operators import schema_of
 
@@ -48,7 +48,7 @@ def schemas() -> Iterator[tuple[str, str]]:
 
 
 def promises() -> Iterator[tuple[str, str]]:
-    for promise in (*PROMISES, *INTERPRETER_PROMISES, *ASKED_PROMISES, *GPU_PROMISES):
+    for promise in (*PROMISES, *INTERPRETER_PROMISES, *ON_REQUEST, *GPU_PROMISES):
         yield promise.__name__, inspect.cleandoc(promise.__doc__ or "")
 
 

@@ -18,7 +18,7 @@ from llmk.opcheck.calls import call
 from llmk.opcheck.inputs import BrokenPromise, watched_by
 from llmk.opcheck.promises.compiled import compiled_samples
 from llmk.opcheck.promises.gradients import require_finite
-from llmk.opcheck.promises.table import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, OF_LAYERS, PROMISES
+from llmk.opcheck.promises.table import GPU_PROMISES, INTERPRETER_PROMISES, OF_LAYERS, ON_REQUEST, PROMISES
 from llmk.registry import OPS, Sample
 
 NAMES = [promise.__name__ for promise in PROMISES]
@@ -126,7 +126,7 @@ def test_every_promise_has_a_broken_op() -> None:
     named += ["batch_invariant"] * len(BROKEN_ROWS)
     named += [promise.__name__ for promise in OF_LAYERS]  # test_opcheck_hub.py has layers that break them
     named += [word for wrong in (WRONG | CHEATS).values() for word in re.findall(r"breaks (\w+)", wrong.words)]
-    known = PROMISES + ASKED_PROMISES + INTERPRETER_PROMISES + GPU_PROMISES
+    known = PROMISES + ON_REQUEST + INTERPRETER_PROMISES + GPU_PROMISES
     assert set(named) == {promise.__name__ for promise in known}
     assert len(named) >= 20
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_tests.helpers.loss_calls import LOSSES, given
-from llmk.opcheck.calls import call, one_of_each
+from llmk.opcheck.calls import call, representatives
 from llmk.opcheck.inputs import differentiable_inputs, rebound
 from llmk.registry import OPS, Op, Sample
 
@@ -25,7 +25,7 @@ def filled(value: float) -> Callable[[Sequence[Tensor]], list[Tensor]]:
 
 def samples(op: Op, device: torch.device) -> Iterator[Sample]:
     """The record's, each choice of options once, and these with every token ignored."""
-    for sample in one_of_each(op, list(op.samples(device, torch.float32))):
+    for sample in representatives(op, list(op.samples(device, torch.float32))):
         if not differentiable_inputs(op, sample):
             continue
         yield sample

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, incoming_gradients, one_of_each
+from llmk.opcheck.calls import call, incoming_gradients, representatives
 from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare, same_bits
 from llmk.registry import OPS, Op, Sample, set_short_path_enabled
 
@@ -36,7 +36,7 @@ def in_place(op: Op, sample: Sample) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize("name", sorted(name for name, op in OPS.items() if op.differentiable))
 def test_arithmetic_in_place(name: str, short_path: bool, device: torch.device) -> None:
     op, refused = OPS[name], False
-    for sample in one_of_each(op, list(op.samples(device, torch.float32)), layouts=True):
+    for sample in representatives(op, list(op.samples(device, torch.float32)), layouts=True):
         if not differentiable_inputs(op, sample):
             continue
         with set_short_path_enabled(short_path):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, device_of, incoming_gradients, one_of_each
+from llmk.opcheck.calls import call, device_of, incoming_gradients, representatives
 from llmk.opcheck.foreign.adapters import form_of, tensors_in
 from llmk.opcheck.foreign.signatures import first_words
 from llmk.opcheck.inputs import NothingToCheck
@@ -22,7 +22,7 @@ _TURNS, _LONGEST = 20, 300.0
 """The most calls that are timed, and the milliseconds after which no more are."""
 
 
-class HeldAgainst:
+class Comparison:
     """An operator or a function in the place of a record's reference."""
 
     def __init__(self, operator: Any) -> None:
@@ -45,7 +45,7 @@ def resolved(op: Op, device: torch.device, asked: Sequence[torch.dtype] | None) 
             is asked for.
     """
     reference = op.reference
-    if not isinstance(reference, HeldAgainst):
+    if not isinstance(reference, Comparison):
         return op, []
     sample = next(iter(op.samples(device, torch.float32)))
     try:
@@ -120,10 +120,10 @@ def _in_float32(reference: Callable[..., Any]) -> Callable[..., Any]:
     return in_float32
 
 
-def costs_beside(op: Op, other: HeldAgainst, dtype: torch.dtype, device: torch.device) -> str:
+def costs_beside(op: Op, other: Comparison, dtype: torch.dtype, device: torch.device) -> str:
     """A line with the times of both, forward and backward of a call, and on a GPU with their peak memory."""
     samples = list(op.samples(device, dtype))
-    sample = one_of_each(op, samples)[0] if op.resized is None else op.resized(_ROWS, device, dtype)
+    sample = representatives(op, samples)[0] if op.resized is None else op.resized(_ROWS, device, dtype)
     own, others = (_cost(op, sample, fn) for fn in (op.overload, _like(op, other)))
     words = f"{own[0]:.3g} ms, the reference {others[0]:.3g} ms"
     if device_of(op, sample).type == "cuda":
@@ -131,7 +131,7 @@ def costs_beside(op: Op, other: HeldAgainst, dtype: torch.dtype, device: torch.d
     return f"forward and backward of {sample} in {str(dtype).removeprefix('torch.')}: {words}"
 
 
-def _like(op: Op, other: HeldAgainst) -> Callable[..., Any]:
+def _like(op: Op, other: Comparison) -> Callable[..., Any]:
     """The other operator with the arguments of the record's one form."""
     form = getattr(op.overload, "form", None)
     return other.function if form is None else form.call(other.function, op.argument_names())

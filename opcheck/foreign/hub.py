@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmk.opcheck.calls import call, first_line, one_of_each
+from llmk.opcheck.calls import call, first_line, representatives
 from llmk.opcheck.foreign.signatures import Unrecorded, record_of, unmade
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, no_reference
 from llmk.registry import Op, Sample
@@ -143,7 +143,7 @@ def can_torch_compile(op: Op, samples: Sequence[Sample]) -> str:
     torch.compiler.reset()
     traced = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), backend="aot_eager", fullgraph=True)
     try:
-        call(op, one_of_each(op, samples)[0], fn=traced)
+        call(op, representatives(op, samples)[0], fn=traced)
     except Exception as error:
         if op.traced:
             raise BrokenPromise(f"can_torch_compile is True, and torch.compile raises {first_line(error)}") from error

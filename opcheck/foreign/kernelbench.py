@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from llmk.opcheck.foreign.comparison import HeldAgainst
+from llmk.opcheck.foreign.comparison import Comparison
 from llmk.opcheck.foreign.signatures import Unrecorded
 from llmk.opcheck.promises.process_state import OWNERS, functions, restore_functions, seeded
 from llmk.registry import Sample
@@ -83,7 +83,7 @@ def problem_of(module: ModuleType, before: dict[str, Any]) -> Unrecorded:
     return Unrecorded(
         name=Path(module.__file__ or "").stem,
         overload=operator,
-        reference=HeldAgainst(reference),
+        reference=Comparison(reference),
         samples=samples,
         differentiable=(),
         dtypes=(torch.float32,),

@@ -14,7 +14,7 @@ from llmk.opcheck.calls import (
     first_line,
     is_contiguous,
     of_other_widths,
-    one_of_each,
+    representatives,
     require_accurate,
     resized,
 )
@@ -32,7 +32,7 @@ def compiled(op: Op, samples: Sequence[Sample]) -> None:
 def compiled_shapes(op: Op, samples: Sequence[Sample]) -> None:
     """3: compiled by Inductor of fixed sizes: a column, a short, a wide and a long sample, and a strided one."""
     widths = of_other_widths(op, samples, ())
-    strided = [sample for sample in one_of_each(op, samples, layouts=True) if not is_contiguous(op, sample)]
+    strided = [sample for sample in representatives(op, samples, layouts=True) if not is_contiguous(op, sample)]
     for sample in [*widths, *(sample for sample in strided[:1] if not any(sample is known for known in widths))]:
         _require_right_by_inductor(op, sample, dynamic=False)
 
@@ -93,7 +93,7 @@ def _to_trace(op: Op, samples: Sequence[Sample]) -> Sequence[Sample]:
     """All on a GPU; without one a sample of each kind and layout, and of each width that these have not."""
     if device_of(op, samples[0]).type == "cuda":
         return samples
-    kinds = one_of_each(op, samples, layouts=True)
+    kinds = representatives(op, samples, layouts=True)
     return [*kinds, *of_other_widths(op, samples, kinds)]
 
 
@@ -150,7 +150,7 @@ def _copies_boundary(node: torch.fx.Node) -> bool:
 
 def exported_trains(op: Op, samples: Sequence[Sample]) -> None:
     """6: exported without a gradient in sight and decomposed, the program trains any subset of inputs as it should."""
-    for sample in one_of_each(op, samples):
+    for sample in representatives(op, samples):
         names = differentiable_inputs(op, sample)
         if not names:
             continue

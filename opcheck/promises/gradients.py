@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, incoming_gradients, one_of_each, require_accurate
+from llmk.opcheck.calls import call, incoming_gradients, representatives, require_accurate
 from llmk.opcheck.inputs import (
     BrokenPromise,
     Outcome,
@@ -28,7 +28,7 @@ HARSH = (2.0**6, 2.0**12, 2.0**-12, 0.0)
 
 def finite_gradients(op: Op, samples: Sequence[Sample]) -> None:
     """Where outputs and all exact gradients are finite, gradients are: with inputs far larger and smaller too."""
-    for sample in one_of_each(op, samples):
+    for sample in representatives(op, samples):
         for harsh in (sample, *_harsh(op, sample)):
             if differentiable_inputs(op, sample):
                 require_finite(op, harsh, call(op, harsh), incoming_gradients)

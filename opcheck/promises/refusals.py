@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from llmk.accuracy.neighbours import copy_with_layout, to_float64
-from llmk.opcheck.calls import first_line, incoming_gradients, one_of_each
+from llmk.opcheck.calls import first_line, incoming_gradients, representatives
 from llmk.opcheck.inputs import BrokenPromise, as_list, differentiable_inputs, prepare
 from llmk.registry import Op, Sample
 
@@ -26,7 +26,7 @@ Results = list[Tensor | None]
 
 def second_derivatives(op: Op, samples: Sequence[Sample]) -> None:
     """6: second derivatives, for incoming gradients that want one and that do not, are right or refused in words."""
-    for sample in one_of_each(op, samples):
+    for sample in representatives(op, samples):
         names = differentiable_inputs(op, sample)
         for wanted in dict.fromkeys([*((name,) for name in names), tuple(names)] if names else []):
             _twice(op, sample, wanted)

@@ -20,7 +20,7 @@ from llmk.opcheck.calls import (
     first_line,
     float_dtype,
     incoming_gradients,
-    one_of_each,
+    representatives,
     require_accurate,
     resized,
 )
@@ -56,7 +56,7 @@ def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
     if returns_alias(op):
         utilities = utilities[:3]  # AOTAutograd takes no alias that is not of PyTorch's own operators
     in_float32 = float_dtype(op, samples[0]) == torch.float32
-    for place, sample in enumerate(samples if in_float32 else one_of_each(op, samples)):
+    for place, sample in enumerate(samples if in_float32 else representatives(op, samples)):
         if any(result is not None and bool(result.isnan().any()) for result in call(op, sample).results()):
             continue  # torch.library.opcheck holds NaN unequal to itself; the accuracy rule does look at it
         args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
@@ -134,7 +134,7 @@ def no_alias(op: Op, samples: Sequence[Sample]) -> None:
     """1: outputs and gradients share no memory with inputs, incoming gradients, each other or those of another call;
     what the schema declares as an alias may.
     """
-    twice = one_of_each(op, samples)
+    twice = representatives(op, samples)
     for sample in samples:
         given: list[Tensor] = []
 

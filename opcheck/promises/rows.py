@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmk.accuracy.neighbours import to_float64
-from llmk.opcheck.calls import call, device_of, float_dtype, incoming_gradients, kind_of, one_of_each, resized
+from llmk.opcheck.calls import call, device_of, float_dtype, incoming_gradients, kind_of, representatives, resized
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, rebound, same_bits
 from llmk.opcheck.promises.gpu import capture
 from llmk.opcheck.reference import REFUSALS
@@ -82,7 +82,7 @@ def samples_with_rows(op: Op, samples: Sequence[Sample]) -> list[tuple[Sample, I
     """Return small samples of different kinds that have independent rows, those with rows of outputs first."""
     device = device_of(op, samples[0]).type
     found: dict[Any, tuple[Sample, IndependentRows]] = {}
-    for sample in (*resized(op, samples, (MOST_ROWS[device],)), *one_of_each(op, samples)):
+    for sample in (*resized(op, samples, (MOST_ROWS[device],)), *representatives(op, samples)):
         kind = kind_of(op, sample)
         rows = independent_rows(op, sample) if kind not in found else None
         if rows is not None:
@@ -98,7 +98,7 @@ def _workload_with_rows(op: Op, samples: Sequence[Sample]) -> list[tuple[Sample,
         return []
     workloads = op.workloads(device_of(op, samples[0]), float_dtype(op, samples[0]))
     workload = min(workloads, key=lambda sample: sum(tensor.numel() for tensor in _tensors(op, sample).values()))
-    for sample in (*resized(op, samples, (MOST_ROWS["cpu"],)), *one_of_each(op, samples)):
+    for sample in (*resized(op, samples, (MOST_ROWS["cpu"],)), *representatives(op, samples)):
         alike = _tensors(op, sample).keys() == _tensors(op, workload).keys()
         rows = independent_rows(op, sample) if alike else None
         if rows is not None and set(rows.arguments) <= set(_as_long_as_the_first(op, workload, rows.axis)):

@@ -23,7 +23,7 @@ from llmk.opcheck.calls import (
     first_line,
     float_dtype,
     incoming_gradients,
-    one_of_each,
+    representatives,
     require_accurate,
     require_no_gross_error,
 )
@@ -61,7 +61,7 @@ def default_device(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def _require_unchanged(op: Op, samples: Sequence[Sample], setting: Setting, what: str) -> None:
-    for sample in one_of_each(op, samples):
+    for sample in representatives(op, samples):
         plain = call(op, sample)
         if not _same(plain, _call_under(op, sample, op.overload, setting)):
             raise BrokenPromise(f"{sample}: {what} changes the result")
@@ -69,7 +69,7 @@ def _require_unchanged(op: Op, samples: Sequence[Sample], setting: Setting, what
 
 def _require_accurate_compiled(op: Op, samples: Sequence[Sample], setting: Setting) -> None:
     """Check one sample: the same Python is traced that every kind has run in eager mode."""
-    sample = one_of_each(op, samples)[0]
+    sample = representatives(op, samples)[0]
     torch.compiler.reset()
     fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), backend="aot_eager", fullgraph=True)
     outcome = _call_under(op, sample, fn, setting)

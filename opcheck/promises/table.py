@@ -100,7 +100,7 @@ PROMISES: tuple[Promise, ...] = (
 )
 INTERPRETER_PROMISES: tuple[Promise, ...] = (in_bounds, any_program_order, no_float_atomics, long_offsets)
 """Asked first, of the kernels themselves: what is wrong there breaks others as well."""
-ASKED_PROMISES: tuple[Promise, ...] = (compiled_shapes,)
+ON_REQUEST: tuple[Promise, ...] = (compiled_shapes,)
 """Asked by name only: on a CPU they take longer than all the others."""
 ASKED_ON_A_GPU: frozenset[Promise] = frozenset({batch_invariant})
 """Asked there by name only: what a library's products do with few rows is not the operator's to promise."""

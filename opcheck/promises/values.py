@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, few_kinds, first_line, one_of_each, require_no_gross_error, resized
+from llmk.opcheck.calls import call, few_kinds, first_line, representatives, require_no_gross_error, resized
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, as_list, note, rebound
 from llmk.opcheck.promises.nan_fill import nan_filled
 from llmk.opcheck.reference import REFUSALS, reference_for
@@ -165,7 +165,7 @@ def other_sizes(op: Op, samples: Sequence[Sample]) -> str:
     if op.is_own:
         raise NothingToCheck
     note = ""
-    first = one_of_each(op, samples)[:1]
+    first = representatives(op, samples)[:1]
     others = resized(op, samples, ROWS) if op.resized else _of_other_lengths(op, first, 0)
     for sample in (*_of_other_lengths(op, first, -1), *others):
         with nan_filled():
