@@ -21,7 +21,7 @@ def require_runs(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["llmk", "llmk.opcheck"])
+@pytest.mark.parametrize("module", ["llmk", "llmk.opcheck", "llmk.opcheck.__main__"])
 def test_import_loads_no_operator_and_nothing_of_the_compiler(module: str) -> None:
     """These are the two seconds that it took; an installed backend is found by its entry point."""
     require_runs(f"""
@@ -33,6 +33,16 @@ def test_import_loads_no_operator_and_nothing_of_the_compiler(module: str) -> No
         new = sys.modules.keys() - before
         heavy = ("llmk.ops", "llmk.nn", "llmk.losses", "torch._dynamo", "torch.distributed.tensor")
         assert not [name for name in new if name.startswith(heavy)], new
+    """)
+
+
+def test_loading_the_compiler_is_no_side_effect_of_an_operator() -> None:
+    """PyTorch's compiler replaces a function of PyTorch's when it is first imported, in an operator's first call maybe."""
+    require_runs("""
+        from llmk.opcheck.promises.settings import remember_state, restore_state
+        remember_state()
+        import torch._dynamo
+        assert restore_state() == []
     """)
 
 

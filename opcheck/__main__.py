@@ -17,9 +17,10 @@ from typing import NoReturn
 
 import torch
 
+from llmk import registry
 from llmk.opcheck.foreign.adapters import adapted
 from llmk.opcheck.foreign.comparison import Comparison
-from llmk.opcheck.foreign.loading import NotLoaded, find_ops, named
+from llmk.opcheck.foreign.loading import NotLoaded, find_ops, is_own, named
 from llmk.opcheck.foreign.signatures import Unrecorded
 from llmk.opcheck.processes import Unit, check_in_processes
 from llmk.opcheck.promises.values import FRESH
@@ -31,7 +32,7 @@ from llmk.opcheck.runner import Result, RunningCheck, checks, path_taken, promis
 from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer, sanitize_in_processes
 from llmk.opcheck.search.search import searches
 from llmk.opcheck.settings import words_of_table
-from llmk.registry import OPS, Op
+from llmk.registry import Op
 from llmk.registry.devices import INTERPRET
 
 UNITS_A_JOB = 6
@@ -314,7 +315,7 @@ def names_of_each_process(names: Sequence[str], jobs: int) -> list[tuple[str, ..
     parts: list[tuple[str, ...]] = []
     for name in names:
         last = parts[-1] if parts else ()
-        if last and name in OPS and last[0] in OPS and len(last) < most:
+        if last and len(last) < most and is_own(name) and is_own(last[0]):
             parts[-1] = (*last, name)
         else:
             parts.append((name,))
@@ -322,7 +323,7 @@ def names_of_each_process(names: Sequence[str], jobs: int) -> list[tuple[str, ..
 
 
 def check_all(options: argparse.Namespace) -> list[Result]:
-    names = names_of_each_process(options.ops or list(OPS), options.jobs)
+    names = names_of_each_process(options.ops or list(registry.OPS), options.jobs)
     units = [Unit(part, path) for path in paths(options.device, options.path) for part in names]
     given = (("--dtype", options.dtype), ("--only", options.only), ("--skip", options.skip))
     passed_on = [word for option, values in given for value in values or () for word in (option, value)]
@@ -351,7 +352,7 @@ def _with_files(unit: Unit, results: Sequence[Result], options: argparse.Namespa
 
 
 def sanitize_all(options: argparse.Namespace) -> list[Result]:
-    executable, names = find_sanitizer() or "", options.ops or list(OPS)
+    executable, names = find_sanitizer() or "", options.ops or list(registry.OPS)
     progress, results = Progress(len(names) * len(TOOLS)), []
     for watch, result in sanitize_in_processes(
         executable,

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmk import registry
 from llmk.opcheck.foreign.hub import ops_of, package_file, repository
 from llmk.opcheck.foreign.kernelbench import problem_of
 from llmk.opcheck.foreign.signatures import first_words, record_of
 from llmk.opcheck.promises.process_state import functions
 from llmk.opcheck.runner import require_known
-from llmk.registry import OPS, Op
+from llmk.registry import Op
 
 HUB = "hub:"
 """The prefix of the folder or the name of a kernel repository."""
@@ -23,6 +24,11 @@ class NotLoaded(ValueError):
     """There is no such file, module or operator, or it raises an error; the text is one line."""
 
 
+def is_own(name: str) -> bool:
+    """Return True for an operator of llmk's. They are loaded, which takes two seconds, only for what may name one."""
+    return name.isidentifier() and name in registry.OPS
+
+
 def find_ops(names: Sequence[str]) -> list[Op]:
     """Return the records of llmk's operators, of a Python file, or of a module; all of llmk's where none is named.
 
@@ -30,11 +36,11 @@ def find_ops(names: Sequence[str]) -> list[Op]:
         NotLoaded: There is none of a name, its module raises an error, or it leaves out a promise that there is not.
     """
     if not names:
-        return list(OPS.values())
+        return list(registry.OPS.values())
     found: list[Op] = []
     for name in names:
-        if name in OPS:
-            found.append(OPS[name])
+        if is_own(name):
+            found.append(registry.OPS[name])
             continue
         if name.startswith(HUB):
             found += _of_hub(name)
@@ -111,7 +117,7 @@ def _load(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name == name.partition(".")[0]:
-            raise NotLoaded(f"{name!r} is no operator ({', '.join(OPS)}), file or module") from error
+            raise NotLoaded(f"{name!r} is no operator ({', '.join(registry.OPS)}), file or module") from error
         raise NotLoaded(_one_line(error, name)) from error
     except Exception as error:
         raise NotLoaded(_one_line(error, name)) from error
