@@ -37,7 +37,7 @@ def test_import_loads_no_operator_and_nothing_of_the_compiler(module: str) -> No
 
 
 def test_loading_the_compiler_is_no_side_effect_of_an_operator() -> None:
-    """PyTorch's compiler replaces a function of PyTorch's when it is first imported, in an operator's first call maybe."""
+    """PyTorch's compiler replaces a function of PyTorch's when it is first imported, in a first call maybe."""
     require_runs("""
         from llmk.opcheck.promises.settings import remember_state, restore_state
         remember_state()
