@@ -18,6 +18,7 @@ import torch
 
 from llmk.registry.private.operators import schema_of
 from llmk.registry.private.processes import tell_calls_apart
+from llmk.registry.private.tensors import PLAIN_MODULES
 
 REPLICATE, PARTIAL = "replicate", "partial"
 
@@ -101,10 +102,6 @@ def is_sharded(*tensors: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(tensor, DTensor) for tensor in tensors)
-
-
-PLAIN_MODULES = ("torch.nn.parameter.", "torch._subclasses.", "torch.distributed.")
-"""The modules of classes of tensors that hold plain numbers, besides `torch`: parameters, what traces see, shards."""
 
 
 def foreign_kind(tensor: torch.Tensor) -> str | None:

@@ -37,7 +37,7 @@ class Recurrence(Calls):
 
 # ---- the gated delta rule
 
-DELTA_RULE_OPTIONS = ["chunk_size", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"]
+DELTA_RULE_OPTIONS = ("chunk_size", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 
 
 @dataclass(frozen=True)
@@ -101,19 +101,21 @@ class DeltaRule(FunctionForm):
         return inputs | ({"initial_state": _heads(heads, 6, 5, randn)} if with_state else {})
 
     def replacement(self, tried: Function) -> Function:
-        return _delta_rule(tried, self.grouped, self.channels)
+        return delta_rule_form(tried, DELTA_RULE_OPTIONS, fits_delta_rule, delta_rule, self.grouped, self.channels)
 
 
 @functools.cache
-def _delta_rule(tried: Function, grouped: bool, channels: bool) -> Function:
-    others = its_own(tried, DELTA_RULE_OPTIONS)
+def delta_rule_form(
+    tried: Function, known: tuple[str, ...], fits: Function, call: Function, grouped: bool, channels: bool
+) -> Function:
+    """Return what takes the place of a function of q, k, v, g, beta and options: `call` where they fit, else itself."""
+    others = its_own(tried, known)
 
     def rule(function: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
         asks_for_more = any(options.get(name) is not None for name in others)
-        fits = fits_delta_rule(q, k, v, g, beta, options, channels) and (grouped or q.shape[2] == v.shape[2])
-        if asks_for_more or not fits:
+        if asks_for_more or not (fits(q, k, v, g, beta, options, channels) and (grouped or q.shape[2] == v.shape[2])):
             return function(q, k, v, g, beta, **options)
-        return delta_rule(q, k, v, g, beta, options)
+        return call(q, k, v, g, beta, options)
 
     return rule
 

@@ -17,11 +17,11 @@ from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.calls import Function, FunctionForm, its_own
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, rows_of_all_scales, run, same
-from llmk.transformers.recurrences import DeltaRule, fits_delta_rule
+from llmk.transformers.recurrences import DeltaRule, delta_rule_form, fits_delta_rule
 
 # ---- the gated delta rule
 
-STEP_OPTIONS = ["initial_state", "output_final_state", "use_qk_l2norm_in_kernel"]
+STEP_OPTIONS = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,7 @@ class DeltaRuleStep(DeltaRule):
         return [(9, True, final), (9, True, final | {"use_qk_l2norm_in_kernel": True})]
 
     def replacement(self, tried: Function) -> Function:
-        return _delta_rule_step(tried, self.grouped, self.channels)
-
-
-@functools.cache
-def _delta_rule_step(tried: Function, grouped: bool, channels: bool) -> Function:
-    others = its_own(tried, STEP_OPTIONS)
-
-    def step(function: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
-        asks_for_more = any(options.get(name) is not None for name in others)
-        fits = fits_delta_rule_step(q, k, v, g, beta, options, channels) and (grouped or q.shape[2] == v.shape[2])
-        if asks_for_more or not fits:
-            return function(q, k, v, g, beta, **options)
-        return delta_rule_step(q, k, v, g, beta, options)
-
-    return step
+        return delta_rule_form(tried, STEP_OPTIONS, fits_delta_rule_step, delta_rule_step, self.grouped, self.channels)
 
 
 def fits_delta_rule_step(q: Any, k: Any, v: Any, g: Any, beta: Any, options: Any, channels: bool = False) -> bool:

@@ -293,7 +293,10 @@ def _state_before(
     if rank > 0:
         return state
     # The first rank gets nothing, and takes part in the backward pass as the others do.
-    return state.sum(0) + (input.new_zeros((B, D, taps)) if initial_state is None else initial_state)
+    given = (
+        torch.zeros((B, D, taps), dtype=input.dtype, device=input.device) if initial_state is None else initial_state
+    )
+    return state.sum(0) + given
 
 
 def check_filter(weight: Tensor, bias: Tensor | None, activation: str | None, input: Tensor) -> None:

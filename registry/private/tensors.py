@@ -76,3 +76,5 @@ def _multiply_for(cycles: int) -> None:
 
 delay_stream: Callable[[int], None] = find("torch.cuda._sleep", _multiply_for)
 """Keeps the current stream busy for so many of the GPU's cycles."""
+PLAIN_MODULES = ("torch.nn.parameter.", "torch._subclasses.", "torch.distributed.")
+"""The modules of classes of tensors that hold plain numbers, besides `torch`: parameters, what traces see, shards."""
