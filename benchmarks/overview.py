@@ -64,9 +64,7 @@ def groups() -> list[Group]:
     steps, losses = (json.loads((RESULTS / name).read_text()) for name in (STEPS, LOSSES))
     rows = {row["variant"]: row for row in steps["rows"] if row["model"] == MODEL}
     first = rows["compiled"]
-    step = {
-        name.format(**steps["peers"]): (rows[way]["ms"], rows[way]["peak_gib"]) for way, name in STEP_WAYS.items()
-    }
+    step = {name.format(**steps["peers"]): (rows[way]["ms"], rows[way]["peak_gib"]) for way, name in STEP_WAYS.items()}
     (ways,) = [row["ways"] for row in losses["rows"] if row["workload"] == f"{LOSS} {SHAPE}"]
     loss = {
         name.format(**losses["peers"]): (ways[way]["ms"], ways[way]["mib"] / 1024) for way, name in LOSS_WAYS.items()
