@@ -7,6 +7,7 @@ repository it is built in (LLMK_REPOSITORY): its page has links into that, at th
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from setuptools import find_packages, setup
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parent
 LINKED = ("ops", "registry", "opcheck")
 
 
-def page(repository: str | None) -> dict[str, object]:
+def page(repository: str | None) -> dict[str, Any]:
     """README and the project's addresses; README alone, with links that lead nowhere, where nobody knows them."""
     readme = (ROOT / "README.md").read_text()
     if repository is None:
