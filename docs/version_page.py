@@ -24,13 +24,18 @@ def version_table() -> str:
         _row(fn.__doc__ or name, [_cell(row["checks"], name) for row in results.values()])
         for name, fn in CHECKS.items()
     ]
-    lines.append(_row("last checked on", [row["date"] for row in results.values()]))
+    lines.append(_row("checked on", [_days(row["checks"]) for row in results.values()]))
     lines.append(_row("commits", [_commits(row["checks"]) for row in results.values()]))
     return "\n".join([":::{container} versions", "", *lines, "", ":::", ""])
 
 
 def _row(head: str, cells: list[str]) -> str:
     return f"| {head} | {' | '.join(cells)} |"
+
+
+def _days(checks: dict[str, Any]) -> str:
+    days = sorted({check["date"] for check in checks.values()})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
 def _commits(checks: dict[str, Any]) -> str:

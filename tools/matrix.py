@@ -39,7 +39,7 @@ def make_environment(folder: Path, version: str) -> Path:
     """Install a release into `folder/VERSION`, unless it is there, and return its Python."""
     environment = folder / version
     python = environment / "bin" / "python"
-    wanted = [f"torch=={version}", *VERSIONS[version], "expecttest", "pytest"]
+    wanted = [f"torch=={version}", *VERSIONS[version], "expecttest", "pytest", "requests"]  # for TRL
     stamp = environment / ".installed"
     if stamp.exists() and stamp.read_text() == "\n".join(wanted):
         return python
@@ -60,7 +60,7 @@ def commit() -> str:
 
 
 def run_check(python: Path, name: str) -> dict[str, object]:
-    """Return whether the check passed, the last line that it wrote, its seconds and its commit."""
+    """Return whether the check passed, the last line that it wrote, its seconds, its commit and its day."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "TORCH"))}
     settings |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [python, "-W", "ignore", "-m", "tools.matrix_checks", name]
@@ -76,7 +76,8 @@ def run_check(python: Path, name: str) -> dict[str, object]:
         except subprocess.TimeoutExpired:
             passed, output = False, f"took more than {LONGEST} seconds"
     said = output.splitlines()[-1] if output else ""
-    return {"passed": passed, "said": said, "seconds": round(time.monotonic() - start), "commit": commit()}
+    seconds, day = round(time.monotonic() - start), date.today().isoformat()
+    return {"passed": passed, "said": said, "seconds": seconds, "commit": commit(), "date": day}
 
 
 def main() -> int:
@@ -95,7 +96,6 @@ def main() -> int:
             print(
                 f"torch {version}  {name:<12} {'ok' if outcome['passed'] else 'FAILED'}  {outcome['said']}", flush=True
             )
-            row["date"] = date.today().isoformat()
             if name == "import" and outcome["passed"]:
                 row["versions"] = json.loads(str(outcome["said"]))
             RESULT.write_text(json.dumps({version: results[version] for version in sorted(results)}, indent=1) + "\n")
