@@ -7,11 +7,14 @@ the same time share a block of the weight; those of gradients in groups of GROUP
 import triton.language as tl
 
 from llmk.ops.common.math import LOG2E, cap, cap_slope, exp, log1p
-from llmk.ops.common.products import column_eighths, column_halves, product
+from llmk.ops.common.products import column_eighths, column_halves, column_quarters, product
 from llmk.registry import jit
 
 NEAR: tl.constexpr = tl.constexpr(8.0)
 """Exponentials of numbers up to it lose three bits to the rounding of their arguments."""
+FAR: tl.constexpr = tl.constexpr(60.0)
+"""A row whose own logit is so many nats below its largest has exponentials relative to that one. Beyond, r x leaves
+bfloat16's normal numbers; the exponentials themselves leave its range at 88."""
 LEAST_DISTANCE: tl.constexpr = tl.constexpr(-1e4)
 """Exponentials of what is below are 0."""
 
@@ -39,9 +42,13 @@ def capped(z, inner, outer, softcap, ROUNDED: tl.constexpr):
 
 
 @jit
-def base_of(reference, m):
-    """Return what sums of exponentials of numbers up to m are relative to: the reference unless m is far above it."""
-    return finite_base(tl.where(m > reference + NEAR, m, reference))
+def base_of(reference, m, MOMENTS: tl.constexpr):
+    """Return what sums of exponentials of numbers up to m are relative to: the reference unless m is far above it.
+
+    Moments are differences of what they sum, and lose more to the rounding of large exponents.
+    """
+    LIMIT: tl.constexpr = NEAR if MOMENTS else FAR
+    return finite_base(tl.where(m - reference >= LIMIT, m, reference))
 
 
 @jit
@@ -60,14 +67,15 @@ def relative_to(m, base, total, moment):
 
 
 @jit
-def add_exponentials(y, reference, m, total, moment, MOMENTS: tl.constexpr, BRANCHLESS: tl.constexpr):
-    """Return the exponentials of some columns relative to a reference; and m, total and moment with theirs.
+def add_exponentials(y, reference, m, total, moment, MOMENTS: tl.constexpr):
+    """Return the exponentials of some columns; and m, total and moment with theirs.
 
     m is the largest number, and total and moment are sums of exponentials and of these times the distance to m, both
-    relative to `base_of(reference, m)`.
+    relative to `base_of(reference, m)`. So are the exponentials, or with MOMENTS relative to the reference: those of
+    rows that are FAR are made again.
     """
-    base, new_m = base_of(reference, m), tl.maximum(m, tl.max(y, axis=1))
-    new_base = base_of(reference, new_m)
+    base, new_m = base_of(reference, m, MOMENTS), tl.maximum(m, tl.max(y, axis=1))
+    new_base = base_of(reference, new_m, MOMENTS)
     e = tl.exp2((y - new_base[:, None]) * LOG2E)
     fade = tl.where(base == new_base, 1.0, tl.exp2((base - new_base) * LOG2E))  # infinity minus infinity would be NaN
     if MOMENTS:
@@ -76,10 +84,8 @@ def add_exponentials(y, reference, m, total, moment, MOMENTS: tl.constexpr, BRAN
         distance = tl.maximum(y - top[:, None], LEAST_DISTANCE)  # 0 times infinity would be NaN
         moment = fade * (moment + moved * total) + tl.sum(e * distance, axis=1)
     total = fade * total + tl.sum(e, axis=1)
-    is_far = new_base != reference
-    has_far = 1 if BRANCHLESS else tl.max(is_far.to(tl.int32), axis=0)
-    if has_far > 0:
-        e *= tl.where(is_far, tl.exp2((new_base - reference) * LOG2E), 1.0)[:, None]
+    if MOMENTS:
+        e *= tl.where(new_base == reference, 1.0, tl.exp2((new_base - reference) * LOG2E))[:, None]
     return e, new_m, total, moment
 
 
@@ -103,8 +109,8 @@ def logits_kernel(
     K, M, V, H, x_stride, w_stride_v, w_stride_h, p_stride, inner, outer, softcap,
     GRADIENTS: tl.constexpr, MOMENTS: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr,
     DESCRIBED: tl.constexpr, P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr,
-    PIECES: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    PIECES: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles of x W^T, and of their rows either exponentials with their sums, or GRADIENTS.
 
@@ -172,9 +178,7 @@ def logits_kernel(
             if GRADIENTS:
                 value = gradients_of(kept, reference, a, b)
             else:
-                value, largest, total, moment = add_exponentials(
-                    kept, reference, largest, total, moment, MOMENTS, PIECES > 2
-                )
+                value, largest, total, moment = add_exponentials(kept, reference, largest, total, moment, MOMENTS)
             if class_weight_ptr is not None:
                 class_weight = tl.load(class_weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
                 others = is_other(cols, limit, own)
@@ -184,7 +188,11 @@ def logits_kernel(
                     weighted += tl.sum(tl.where(others, class_weight * y, 0.0), axis=1)
             if p is not None:
                 stored = (value * slope * SCALE).to(LOW)
-                if P_DESCRIBED:
+                if HALVES:  # so much less shared memory is taken from the next tile's operands
+                    left, right = column_halves(stored)
+                    p.store([first_row, col], left)
+                    p.store([first_row, col + WIDTH // 2], right)
+                elif P_DESCRIBED:
                     p.store([first_row, col], stored)
                 else:
                     is_stored = inside if place_ptr is not None else rows < M
@@ -241,7 +249,7 @@ def combine_kernel(
         part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])
         part_total = tl.load(part_ptrs, mask=mask, other=0.0)
         part_m = tl.load(part_ptrs + step, mask=mask, other=float("-inf"))
-        distance = tl.where(part_total > 0.0, base_of(reference[None, :], part_m) - top, 0.0)
+        distance = tl.where(part_total > 0.0, base_of(reference[None, :], part_m, MOMENTS) - top, 0.0)
         fade = tl.exp2(distance * LOG2E)
         if MOMENTS:
             part_moment = tl.load(part_ptrs + 2 * step, mask=mask, other=0.0)
@@ -258,7 +266,7 @@ def combine_kernel(
 
 @jit
 def statistics_kernel(
-    sums_ptr, own_ptr, mask_ptr, stats_ptr, results_ptr, flags_ptr, M, far, BLOCK_M: tl.constexpr,
+    sums_ptr, own_ptr, mask_ptr, stats_ptr, results_ptr, flags_ptr, M, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Compute from the sums of rows `[4, M]` and the logits of their own classes what `softmax.py` says of them.
 
@@ -288,7 +296,7 @@ def statistics_kernel(
     tl.store(results_ptr + M + rows, tl.where(counts, log_total - moment / total, 0.0), mask=inside)
     tl.store(results_ptr + 2 * M + rows, tl.where(counts, reference + log_total, 0.0), mask=inside)
     tl.store(results_ptr + 3 * M + rows, tl.where(counts, weighted, 0.0), mask=inside)
-    near = reference - y < tl.cast(far, tl.float32)
+    near = reference - y < FAR
     tl.store(stats_ptr + 4 * M + rows, tl.where(counts & near, own, 1.0), mask=inside)
     tl.store(flags_ptr + rows, (counts & (m <= y)).to(tl.int8), mask=inside)
     tl.store(flags_ptr + M + rows, (counts & (near == 0)).to(tl.int8), mask=inside)
@@ -511,37 +519,44 @@ def input_gradient_kernel(
 @jit
 def weight_gradient_kernel(
     p, x, total, count_ptr, scale_ptr, V, H, p_stride, x_stride,
-    ADD: tl.constexpr, DESCRIBED: tl.constexpr, T_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    ADD: tl.constexpr, DESCRIBED: tl.constexpr, T_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of P^T x over the rows that count, or add it to what is there, rounded once."""
+    """Compute tiles of P^T x over the rows that count, or add them to what is there, rounded once."""
     end = tl.load(count_ptr)
-    if ADD:  # noqa: SIM102  Triton evaluates both sides of an `and`
-        if end == 0:
-            return
     tiles_m, tiles_n = tl.cdiv(V, BLOCK_M), tl.cdiv(H, BLOCK_N)
-    tile = tl.program_id(0)
-    group = tile // (GROUP_M * tiles_n)
-    group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    within = tile % (GROUP_M * tiles_n)
-    first_row, first_col = (group * GROUP_M + within % group_rows) * BLOCK_M, (within // group_rows) * BLOCK_N
-    dw = product(
-        p, x, first_row, first_col, V, H, end, 1, p_stride, 1, x_stride,
-        DESCRIBED, True, False, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
-    )  # fmt: skip
-    if scale_ptr is not None:
-        dw *= tl.load(scale_ptr)
-    if T_DESCRIBED:
-        if ADD:
-            dw += total.load([first_row, first_col]).to(tl.float32)
-        total.store([first_row, first_col], dw.to(total.dtype))
-    else:
-        rows, cols = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
-        mask = (rows < V)[:, None] & (cols < H)[None, :]
-        total_ptrs = total + rows.to(tl.int64)[:, None] * H + cols[None, :]
-        if ADD:
-            dw += tl.load(total_ptrs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(total_ptrs, dw.to(total.dtype.element_ty), mask=mask)
+    tiles = tiles_m * tiles_n
+    if ADD:
+        tiles = tl.where(end > 0, tiles, 0)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=T_DESCRIBED):
+        group = tile // (GROUP_M * tiles_n)
+        group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+        within = tile % (GROUP_M * tiles_n)
+        first_row, first_col = (group * GROUP_M + within % group_rows) * BLOCK_M, (within // group_rows) * BLOCK_N
+        dw = product(
+            p, x, first_row, first_col, V, H, end, 1, p_stride, 1, x_stride,
+            DESCRIBED, True, False, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+        )  # fmt: skip
+        if scale_ptr is not None:
+            dw *= tl.load(scale_ptr)
+        # In pieces: so few registers and so little shared memory are left beside the next tile's operands.
+        PIECES: tl.constexpr = 2 if T_DESCRIBED else 4
+        WIDTH: tl.constexpr = BLOCK_N // PIECES
+        pieces = column_halves(dw) if T_DESCRIBED else column_quarters(dw)
+        for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+            piece, col = pieces[i], first_col + i * WIDTH
+            if T_DESCRIBED:
+                if ADD:
+                    piece += total.load([first_row, col]).to(tl.float32)
+                total.store([first_row, col], piece.to(total.dtype))
+            else:
+                rows, cols = first_row + tl.arange(0, BLOCK_M), col + tl.arange(0, WIDTH)
+                mask = (rows < V)[:, None] & (cols < H)[None, :]
+                total_ptrs = total + rows.to(tl.int64)[:, None] * H + cols[None, :]
+                if ADD:
+                    piece += tl.load(total_ptrs, mask=mask, other=0.0).to(tl.float32)
+                tl.store(total_ptrs, piece.to(total.dtype.element_ty), mask=mask)
 
 
 @jit

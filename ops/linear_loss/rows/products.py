@@ -36,7 +36,7 @@ from llmk.ops.linear_loss.rows._products_kernels import (
     statistics_kernel,
     weight_gradient_kernel,
 )
-from llmk.ops.linear_loss.rows._tiles import SHORT, gradient_tile, listed_tile, logits_tile
+from llmk.ops.linear_loss.rows._tiles import gradient_tile, listed_tile, logits_tile
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients
 from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import cdiv, empty, next_power_of_2, num_programs, wrap_triton
@@ -45,9 +45,6 @@ from llmk.registry.launch import describable, descriptor
 
 FLOAT16_SCALE = 2.0**15
 """The factor of a float16 P as it is stored: its numbers are at most 1, and the small ones are kept."""
-FAR = 60.0
-"""A row whose own logit is so many nats below its largest has exponentials relative to that one. Beyond, r x leaves
-bfloat16's normal numbers; the exponentials themselves leave its range at 88."""
 LEAST_FACTOR = 2.0**-30
 """A row's factor is no smaller part of its own class's gradient: so the entry of that, their ratio, is a number."""
 
@@ -121,25 +118,28 @@ def launch_logits(
     tile = logits_tile(V, rows.x.device) if place is None else listed_tile(V)
     described = place is None and describable(rows.x) and describable(weight)
     p_described = p is not None and described and describable(p)
-    tiles, flatten = cdiv(M, tile.rows) * cdiv(V, tile.columns), H <= SHORT and place is None and left_out is None
+    tiles, capped = cdiv(M, tile.rows) * cdiv(V, tile.columns), bool(transform.softcap)
+    # The operands of the next tile are read while the epilogue of one is computed, if no loop is in that.
+    flatten = described and left_out is None
+    pieces = 8 if capped else 2 if gradients else 1  # a cap needs registers, and so do coefficients
+    halves = flatten and p_described and pieces == 1
     programs = tiles
     if place is not None:  # there are mostly no rows: starting a program for each tile would take longer than to end
         programs = min(tiles, num_programs(rows.x.device, 4))
     elif flatten:
         programs = min(tiles, num_programs(rows.x.device, 1))
-    pieces = 8 if transform.softcap else 2 if flatten else 1  # a cap needs registers, and two tiles at a time do
     first_left_out = None if left_out is None else _first_of_tiles(left_out, V, tile.columns)
     wrap_triton(logits_kernel)[(programs,)](
         descriptor(rows.x, [tile.rows, tile.depth]) if described else rows.x,
         descriptor(weight, [tile.columns, tile.depth]) if described else weight,
-        descriptor(p, [tile.rows, tile.columns // pieces]) if p is not None and p_described else p,
+        descriptor(p, [tile.rows, tile.columns // (2 if halves else pieces)]) if p is not None and p_described else p,
         bias, class_weight, rows.numbers, rows.own, rows.end, place, parts, left_out, first_left_out,
         0 if left_out is None else left_out.shape[1], rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(),
         0 if p is None else p.stride(0),
         *transform.numbers,
         GRADIENTS=gradients, MOMENTS=moments, ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
         DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET,
-        PROGRAMS=programs, PIECES=pieces, FLATTEN=flatten, **tile.arguments(),
+        PROGRAMS=programs, PIECES=pieces, HALVES=halves, FLATTEN=flatten, **tile.arguments(),
     )  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def row_statistics(sums: Tensor, y_own: Tensor, mask: Tensor) -> tuple[Tensor, T
     stats, results = (empty((n, M), torch.float32, sums.device) for n in (STATISTICS, 4))
     flags = empty((2, M), torch.int8, sums.device)
     wrap_triton(statistics_kernel)[(cdiv(M, 128),)](
-        sums, y_own, mask, stats, results, flags, M, FAR, BLOCK_M=128, num_warps=4
+        sums, y_own, mask, stats, results, flags, M, BLOCK_M=128, num_warps=4
     )
     return stats, results, flags
 
@@ -274,12 +274,16 @@ def weight_gradient(
     described = describable(p) and describable(scaled)
     # A float32 tile stored through a descriptor needs as much shared memory as the operands.
     total_described = described and total.dtype == p.dtype and describable(total)
-    wrap_triton(weight_gradient_kernel)[(cdiv(V, tile.rows) * cdiv(H, tile.columns),)](
+    programs = tiles = cdiv(V, tile.rows) * cdiv(H, tile.columns)
+    if total_described:  # the operands of the next tile are read while one is added to what is there
+        programs = min(tiles, num_programs(total.device, 1))
+    wrap_triton(weight_gradient_kernel)[(programs,)](
         descriptor(p, [tile.depth, tile.rows]) if described else p,
         descriptor(scaled, [tile.depth, tile.columns]) if described else scaled,
-        descriptor(total, [tile.rows, tile.columns]) if total_described else total,
+        descriptor(total, [tile.rows, tile.columns // 2]) if total_described else total,
         count, scale, V, H, p.stride(0), scaled.stride(0),
-        ADD=add, DESCRIBED=described, T_DESCRIBED=total_described, WIDEN=INTERPRET, GROUP_M=8, **tile.arguments(),
+        ADD=add, DESCRIBED=described, T_DESCRIBED=total_described, WIDEN=INTERPRET, PROGRAMS=programs, GROUP_M=8,
+        **tile.arguments(),
     )  # fmt: skip
 
 
