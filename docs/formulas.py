@@ -11,6 +11,10 @@ FORMULAS = {
     "sparsemax": r"y_i = \max(x_i - \tau, 0), \qquad \textstyle\sum_i y_i = 1",
     "attention_residual": r"y = \sum_i a_i\, v_i, \qquad a = \mathrm{softmax}_i\left("
     r"\frac{\sum_h q_h w_h v_{ih}}{\sqrt{\frac1H \sum_h v_{ih}^2 + \varepsilon}}\right)",
+    "sinkhorn": r"y = u\,(p + \varepsilon)\,v, \qquad p_{ij} = \frac{e^{x_{ij}}}{\sum_k e^{x_{ik}}}, \qquad "
+    r"\textstyle\sum_i y_{ij} = 1, \quad \sum_j y_{ij} \approx 1",
+    "read_streams": r"y = \sum_i p_i\, x_i",
+    "write_streams": r"y_j = q_j\, f + \sum_i C_{ij}\, x_i",
     "swiglu": r"y = \mathrm{silu}(g)\,u = \frac{g\,u}{1 + e^{-g}}",
     "geglu": r"y = \mathrm{gelu}(g)\,u",
     "relu_squared": r"y = \max(x, 0)^2",

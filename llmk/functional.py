@@ -47,6 +47,9 @@ from llmk.ops.rotary.rope import rope
 from llmk.ops.softmax.attention_residual import attention_residual
 from llmk.ops.softmax.softmax import softmax
 from llmk.ops.softmax.sparsemax import sparsemax
+from llmk.ops.streams.read_streams import read_streams
+from llmk.ops.streams.sinkhorn import sinkhorn
+from llmk.ops.streams.write_streams import write_streams
 
 __all__ = [
     "VocabSlice",
@@ -86,15 +89,18 @@ __all__ = [
     "moe_unpermute",
     "poly_norm",
     "qk_norm_rope",
+    "read_streams",
     "relu_squared",
     "rms_norm",
     "rms_norm_gated",
     "rope",
     "router_topk",
+    "sinkhorn",
     "softmax",
     "sparsemax",
     "swiglu",
     "tvd",
     "vocab_parallel_linear_ce",
     "vocab_slice",
+    "write_streams",
 ]
