@@ -42,13 +42,9 @@ def capped(z, inner, outer, softcap, ROUNDED: tl.constexpr):
 
 
 @jit
-def base_of(reference, m, MOMENTS: tl.constexpr):
-    """Return what sums of exponentials of numbers up to m are relative to: the reference unless m is far above it.
-
-    Moments are differences of what they sum, and lose more to the rounding of large exponents.
-    """
-    LIMIT: tl.constexpr = NEAR if MOMENTS else FAR
-    return finite_base(tl.where(m - reference >= LIMIT, m, reference))
+def base_of(reference, m):
+    """Return what sums of exponentials of numbers up to m are relative to: the reference unless m is far above it."""
+    return finite_base(tl.where(m > reference + NEAR, m, reference))
 
 
 @jit
@@ -67,15 +63,14 @@ def relative_to(m, base, total, moment):
 
 
 @jit
-def add_exponentials(y, reference, m, total, moment, MOMENTS: tl.constexpr):
-    """Return the exponentials of some columns; and m, total and moment with theirs.
+def add_exponentials(y, reference, m, total, moment, MOMENTS: tl.constexpr, BRANCHLESS: tl.constexpr):
+    """Return the exponentials of some columns relative to a reference; and m, total and moment with theirs.
 
     m is the largest number, and total and moment are sums of exponentials and of these times the distance to m, both
-    relative to `base_of(reference, m)`. So are the exponentials, or with MOMENTS relative to the reference: those of
-    rows that are FAR are made again.
+    relative to `base_of(reference, m)`.
     """
-    base, new_m = base_of(reference, m, MOMENTS), tl.maximum(m, tl.max(y, axis=1))
-    new_base = base_of(reference, new_m, MOMENTS)
+    base, new_m = base_of(reference, m), tl.maximum(m, tl.max(y, axis=1))
+    new_base = base_of(reference, new_m)
     e = tl.exp2((y - new_base[:, None]) * LOG2E)
     fade = tl.where(base == new_base, 1.0, tl.exp2((base - new_base) * LOG2E))  # infinity minus infinity would be NaN
     if MOMENTS:
@@ -84,8 +79,10 @@ def add_exponentials(y, reference, m, total, moment, MOMENTS: tl.constexpr):
         distance = tl.maximum(y - top[:, None], LEAST_DISTANCE)  # 0 times infinity would be NaN
         moment = fade * (moment + moved * total) + tl.sum(e * distance, axis=1)
     total = fade * total + tl.sum(e, axis=1)
-    if MOMENTS:
-        e *= tl.where(new_base == reference, 1.0, tl.exp2((new_base - reference) * LOG2E))[:, None]
+    is_far = new_base != reference
+    has_far = 1 if BRANCHLESS else tl.max(is_far.to(tl.int32), axis=0)
+    if has_far > 0:
+        e *= tl.where(is_far, tl.exp2((new_base - reference) * LOG2E), 1.0)[:, None]
     return e, new_m, total, moment
 
 
@@ -107,16 +104,17 @@ def is_other(cols, limit, own):
 def logits_kernel(
     x, w, p, bias_ptr, class_weight_ptr, row_ptr, own_ptr, count_ptr, place_ptr, part_ptr, out_ptr, first_out_ptr,
     K, M, V, H, x_stride, w_stride_v, w_stride_h, p_stride, inner, outer, softcap,
-    GRADIENTS: tl.constexpr, MOMENTS: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr,
+    GRADIENTS: tl.constexpr, MOMENTS: tl.constexpr, DIRECT: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr,
     DESCRIBED: tl.constexpr, P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr,
-    PIECES: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PIECES: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles of x W^T, and of their rows either exponentials with their sums, or GRADIENTS.
 
     `row [4, M]` has the rows' references and the coefficients of gradients; a reference of +inf is a row that does not
-    count. `part [4, tiles, M]` gets the sums of exponentials as `add_exponentials` has them, the largest logit of the
-    tile, with MOMENTS their moments, and with class weights weighted logits. With a `place` a row of x is that row of
+    count. `part [4, tiles, M]` gets the sums of exponentials, the largest logit of the tile, with MOMENTS their moments,
+    and with class weights weighted logits. The sums are relative to the reference with DIRECT, which takes less time
+    and is no sum for a row that is FAR, else as `add_exponentials` has them. With a `place` a row of x is that row of
     all others.
     Columns `out [M, K]` are left out besides a row's own, those of a tile from `first_out [tiles + 1, M]` on.
     """
@@ -177,8 +175,14 @@ def logits_kernel(
                     kept = tl.where(cols[None, :] == out[:, None], float("-inf"), kept)
             if GRADIENTS:
                 value = gradients_of(kept, reference, a, b)
+            elif DIRECT:
+                value = tl.exp2((kept - reference[:, None]) * LOG2E)
+                total += tl.sum(value, axis=1)
+                largest = tl.maximum(largest, tl.max(kept, axis=1))
             else:
-                value, largest, total, moment = add_exponentials(kept, reference, largest, total, moment, MOMENTS)
+                value, largest, total, moment = add_exponentials(
+                    kept, reference, largest, total, moment, MOMENTS, PIECES > 2
+                )
             if class_weight_ptr is not None:
                 class_weight = tl.load(class_weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
                 others = is_other(cols, limit, own)
@@ -188,11 +192,7 @@ def logits_kernel(
                     weighted += tl.sum(tl.where(others, class_weight * y, 0.0), axis=1)
             if p is not None:
                 stored = (value * slope * SCALE).to(LOW)
-                if HALVES:  # so much less shared memory is taken from the next tile's operands
-                    left, right = column_halves(stored)
-                    p.store([first_row, col], left)
-                    p.store([first_row, col + WIDTH // 2], right)
-                elif P_DESCRIBED:
+                if P_DESCRIBED:
                     p.store([first_row, col], stored)
                 else:
                     is_stored = inside if place_ptr is not None else rows < M
@@ -221,15 +221,18 @@ def pair_sums(x):
 
 @jit
 def combine_kernel(
-    part_ptr, row_ptr, count_ptr, out_ptr, M, tiles, MOMENTS: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
+    part_ptr, row_ptr, count_ptr, place_ptr, out_ptr, far_ptr, M, tiles, MOMENTS: tl.constexpr, WEIGHTED: tl.constexpr,
+    DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of rows, `[4, tiles, M]`, in the order of the tiles: out `[4, M]`.
 
-    They are relative to the second, the larger one of the row's reference, `row [M]`, and its largest logit.
+    They are relative to the second, the larger one of the row's reference, `row [M]`, and its largest logit. `far [M]`
+    says which rows are FAR; with a `place` only the rows that it lists are added up.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < tl.load(count_ptr)
+    if place_ptr is not None:
+        rows = tl.load(place_ptr + rows, mask=inside, other=0)
     step = tl.cast(tiles, tl.int64) * M
     largest = tl.full((BLOCK_T, BLOCK_M), float("-inf"), dtype=tl.float32)
     for start in range(0, tiles, BLOCK_T):
@@ -238,6 +241,8 @@ def combine_kernel(
         part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])
         largest = tl.maximum(largest, tl.load(part_ptrs + step, mask=mask, other=float("-inf")))
     m, reference = tl.max(largest, axis=0), tl.load(row_ptr + rows, mask=inside, other=0.0)
+    if far_ptr is not None:
+        tl.store(far_ptr + rows, (inside & (m - reference >= FAR)).to(tl.int8), mask=rows < M)
     m = tl.where(m > reference, m, reference)  # NaN of a reference stays
     top = finite_base(m)[None, :]
     total = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
@@ -249,7 +254,8 @@ def combine_kernel(
         part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])
         part_total = tl.load(part_ptrs, mask=mask, other=0.0)
         part_m = tl.load(part_ptrs + step, mask=mask, other=float("-inf"))
-        distance = tl.where(part_total > 0.0, base_of(reference[None, :], part_m, MOMENTS) - top, 0.0)
+        base = reference[None, :] if DIRECT else base_of(reference[None, :], part_m)
+        distance = tl.where(part_total > 0.0, base - top, 0.0)
         fade = tl.exp2(distance * LOG2E)
         if MOMENTS:
             part_moment = tl.load(part_ptrs + 2 * step, mask=mask, other=0.0)

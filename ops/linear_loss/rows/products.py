@@ -121,8 +121,8 @@ def launch_logits(
     tiles, capped = cdiv(M, tile.rows) * cdiv(V, tile.columns), bool(transform.softcap)
     # The operands of the next tile are read while the epilogue of one is computed, if no loop is in that.
     flatten = described and left_out is None
-    pieces = 8 if capped else 2 if gradients else 1  # a cap needs registers, and so do coefficients
-    halves = flatten and p_described and pieces == 1
+    # Few registers are left beside two tiles, coefficients or a cap.
+    pieces = 8 if capped else 2 if flatten or gradients else 1
     programs = tiles
     if place is not None:  # there are mostly no rows: starting a program for each tile would take longer than to end
         programs = min(tiles, num_programs(rows.x.device, 4))
@@ -132,14 +132,14 @@ def launch_logits(
     wrap_triton(logits_kernel)[(programs,)](
         descriptor(rows.x, [tile.rows, tile.depth]) if described else rows.x,
         descriptor(weight, [tile.columns, tile.depth]) if described else weight,
-        descriptor(p, [tile.rows, tile.columns // (2 if halves else pieces)]) if p is not None and p_described else p,
+        descriptor(p, [tile.rows, tile.columns // pieces]) if p is not None and p_described else p,
         bias, class_weight, rows.numbers, rows.own, rows.end, place, parts, left_out, first_left_out,
         0 if left_out is None else left_out.shape[1], rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(),
         0 if p is None else p.stride(0),
         *transform.numbers,
-        GRADIENTS=gradients, MOMENTS=moments, ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
+        GRADIENTS=gradients, MOMENTS=moments, DIRECT=are_direct(moments, left_out), ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
         DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET,
-        PROGRAMS=programs, PIECES=pieces, HALVES=halves, FLATTEN=flatten, **tile.arguments(),
+        PROGRAMS=programs, PIECES=pieces, FLATTEN=flatten, **tile.arguments(),
     )  # fmt: skip
 
 
@@ -159,18 +159,36 @@ def part_sums(rows: Rows, V: int) -> Tensor:
     return empty((4, tiles, rows.numbers.shape[1]), torch.float32, rows.x.device)
 
 
-def combined(parts: Tensor, rows: Rows, *, moments: bool, weighted: bool) -> Tensor:
+def are_direct(moments: bool, left_out: Tensor | None) -> bool:
+    """Return True if parts of sums are relative to their rows' references, and those of rows that are far no sums.
+
+    Moments lose more to the rounding of exponents, and a tail has no reference.
+    """
+    return not moments and left_out is None
+
+
+def combined(parts: Tensor, rows: Rows, *, moments: bool, weighted: bool, direct: bool) -> tuple[Tensor, Tensor]:
     """Add up the parts of the rows' sums, `[4, M]`: exponentials, what they are relative to, moments, weighted logits.
 
-    They are relative to the larger one of the row's reference and its largest logit.
+    They are relative to the larger one of the row's reference and its largest logit. Also return which rows are far
+    below their largest logits, int8 `[M]`.
     """
     _, tiles, M = parts.shape
-    out = empty((4, M), torch.float32, parts.device)
+    out, far = empty((4, M), torch.float32, parts.device), empty((M,), torch.int8, parts.device)
     wrap_triton(combine_kernel)[(cdiv(M, 16),)](
-        parts, rows.numbers, rows.end, out, M, tiles,
-        MOMENTS=moments, WEIGHTED=weighted, BLOCK_M=16, BLOCK_T=32, num_warps=4,
+        parts, rows.numbers, rows.end, None, out, far, M, tiles,
+        MOMENTS=moments, WEIGHTED=weighted, DIRECT=direct, BLOCK_M=16, BLOCK_T=32, num_warps=4,
     )  # fmt: skip
-    return out
+    return out, far
+
+
+def combine_listed(parts: Tensor, rows: Rows, place: Tensor, sums: Tensor, *, weighted: bool) -> None:
+    """Put the sums of the rows that `place` lists, whose parts are relative to their references, among all sums."""
+    _, tiles, M = parts.shape
+    wrap_triton(combine_kernel)[(cdiv(M, 16),)](
+        parts, rows.numbers, rows.end, place, sums, None, M, tiles,
+        MOMENTS=False, WEIGHTED=weighted, DIRECT=True, BLOCK_M=16, BLOCK_T=32, num_warps=4,
+    )  # fmt: skip
 
 
 def row_statistics(sums: Tensor, y_own: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
