@@ -58,6 +58,7 @@ def test_the_mean_over_no_box_is_nan_and_its_gradient_0(device: torch.device) ->
     loss = giou_loss(boxes, torch.zeros_like(targets))
     loss.backward()
     assert loss.isnan()
+    assert boxes.grad is not None
     assert torch.equal(boxes.grad, torch.zeros_like(targets))
     assert giou_loss(boxes[:0], targets[:0]).isnan()
 
