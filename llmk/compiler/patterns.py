@@ -26,6 +26,11 @@ from llmk.registry.private.operators import schema_of
 
 COMMUTATIVE = frozenset({"add", "mul"})
 CASTS = frozenset({"to", "_to_copy", "type_as", "alias", "contiguous"})
+RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
+VIEWS = RESHAPES | {
+    *("slice", "select", "narrow", "unsqueeze", "squeeze", "transpose", "permute", "t", "expand", "expand_as"),
+    *("chunk", "split", "split_with_sizes", "tensor_split", "unbind"),
+}
 CAST_ARGUMENTS = "self", "other", "dtype", "layout", "device", "pin_memory", "non_blocking", "copy", "memory_format"
 ORDERLY_FORMATS = None, 0, torch.preserve_format, torch.contiguous_format
 """Memory formats that keep the order of elements; 0 is how a schema writes the last one as a default."""
@@ -111,6 +116,10 @@ def item_of(node: Any) -> tuple[Node, Any] | None:
         return None
     source, index = node.args
     return (source, index) if isinstance(source, Node) else None
+
+
+def is_view(node: Node) -> bool:
+    return name_of(node) in VIEWS or item_of(node) is not None
 
 
 def cast_of(node: Any) -> Node | None:
@@ -472,9 +481,6 @@ def _taken_apart(value: Any, match: Match, axis: int, index: int) -> Iterator[tu
         return
     match = match.with_node(value) if item is None else match.with_node(value).with_node(chooser)
     yield match.with_node(wide), source
-
-
-RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
 
 
 def reshape_of(node: Any) -> Node | None:
