@@ -58,6 +58,8 @@ FORMULAS = {
     "embedding": r"y_n = W_{i_n}",
     "router_topk": r"w_k = \frac{s_{e_k}}{\sum_j s_{e_j}}, \qquad e = \mathrm{topk}(s + b), \qquad "
     r"s = \mathrm{softmax}(x)",
+    "router_topk_sums": r"c_e = \sum_t [e \in e_t], \qquad P_e = \sum_t p_{te}, \qquad "
+    r"Z = \sum_t \left(\log \sum_e e^{x_{te}}\right)^2",
     "grouped_linear": r"y_r = W_e\, x_r + b_e",
     "moe_permute": r"y_r = x_{\lfloor p_r / K \rfloor}, \qquad p = \mathrm{argsort}(e)",
     "moe_unpermute": r"y_t = \sum_k w_{tk}\, x_{p_{tk}}",

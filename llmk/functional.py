@@ -10,6 +10,7 @@ from llmk.ops.experts.grouped_linear import grouped_linear
 from llmk.ops.experts.moe_experts import moe_experts
 from llmk.ops.experts.moe_permute import moe_permute, moe_unpermute
 from llmk.ops.experts.router_topk import router_topk
+from llmk.ops.experts.router_topk_sums import router_topk_sums
 from llmk.ops.linear.linear_act import linear_act
 from llmk.ops.linear_loss.chunked import VocabSlice, vocab_slice
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
@@ -95,6 +96,7 @@ __all__ = [
     "rms_norm_gated",
     "rope",
     "router_topk",
+    "router_topk_sums",
     "sinkhorn",
     "softmax",
     "sparsemax",
