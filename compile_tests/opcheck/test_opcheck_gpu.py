@@ -19,7 +19,7 @@ def test_a_broken_op_is_caught_under_its_name(name: str, device: torch.device) -
         pytest.skip("needs a GPU")
     if promise == "other_device" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    results = check(make(name), device=device, promises=[promise.__name__ for promise in GPU_PROMISES])
+    results = check(make(name), device=device, only=[promise.__name__ for promise in GPU_PROMISES])
     broken = [result for result in results if not result.passed]
     assert broken, results
     assert broken[0].promise == promise, broken[0]

@@ -10,8 +10,8 @@ from torch import Tensor
 from llmk.accuracy.neighbours import copy_with_layout
 from llmk.opcheck.calls import call, first_line, incoming_gradients, require_accurate, resized
 from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, differentiable_inputs, prepare
+from llmk.opcheck.promises.compiled import call_compiled, compiled_call
 from llmk.registry import Op, Sample
-from llmk.registry.private.compilers import compile_errors
 from llmk.registry.private.tensors import delay_stream
 
 _DELAY = 50_000_000
@@ -23,7 +23,7 @@ def cuda_graphs(op: Op, samples: Sequence[Sample]) -> None:
     sample = next(resized(op, samples, [37]), samples[0])
     _require_replayed(op, sample)
     torch.compiler.reset()
-    fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), fullgraph=True, mode="reduce-overhead")
+    fn = compiled_call(op, mode="reduce-overhead")
     with counted_replays() as count:
         for _ in range(4):
             _require_right_step(op, sample, fn)
@@ -37,11 +37,7 @@ def _require_right_step(op: Op, sample: Sample, fn: Callable[..., Any]) -> None:
     has nothing to compute.
     """
     torch.compiler.cudagraph_mark_step_begin()
-    try:
-        outcome = call(op, sample, fn=fn)
-    except compile_errors() as error:
-        raise BrokenPromise(f"{sample}: does not compile: {first_line(error)}") from error
-    require_accurate(op, sample, outcome)
+    require_accurate(op, sample, call_compiled(op, sample, fn))
 
 
 def require_captured(sample: Sample, replays: list[int]) -> None:
