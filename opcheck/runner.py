@@ -356,4 +356,17 @@ def _around(op: Op, device: torch.device) -> Iterator[None]:
             around.enter_context(watched())
         if device.type == "cpu" and not op.is_own:
             around.enter_context(triton_ops_as_nodes())
+        if device.type == "cuda":
+            around.enter_context(_without_tf32())
         yield
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Have cuDNN's convolutions round to float32, as products of matrices do, inside: some of its algorithms do not."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before

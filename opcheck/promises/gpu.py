@@ -18,6 +18,19 @@ _DELAY = 50_000_000
 """Cycles: some 25 ms, in which a kernel that does not wait is long done."""
 
 
+@contextlib.contextmanager
+def generator_kept() -> Iterator[None]:
+    """Put the generator of the current GPU back where a capture fails: it would hold every later call to be in one."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        generator.graphsafe_set_state(before)
+        raise
+
+
+@generator_kept()
 def cuda_graphs(op: Op, samples: Sequence[Sample]) -> None:
     """3: captured and replayed on other inputs, by hand and by `mode="reduce-overhead"`, which does capture it."""
     sample = next(resized(op, samples, [37]), samples[0])
@@ -77,6 +90,7 @@ def _require_replayed(op: Op, sample: Sample) -> None:
         raise BrokenPromise(f"captured, and replayed with other inputs: {error}", error.wrong) from None
 
 
+@generator_kept()
 def capture(
     op: Op, sample: Sample, grads: Callable[[Sequence[Tensor]], list[Tensor]] = incoming_gradients
 ) -> tuple[torch.cuda.CUDAGraph, Outcome]:
