@@ -197,7 +197,7 @@ def gated_delta_rule(
     Args:
         q: Queries `[B, T, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
         k: Keys, shape and dtype of `q`.
-        v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK
+        v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 512: key head i serves the H / HK
             value heads from i * H / HK on.
         g: Logarithms of the decays, at most 0, any of these dtypes, float32 best: `[B, T, H]`, one for each value head,
             or `[B, T, H, K]`, one for each channel of its keys.
@@ -213,7 +213,7 @@ def gated_delta_rule(
             sequences, each a call's tokens, at least one, and as many on each rank as it likes; "" for whole sequences.
             A sequence that crosses ranks has one number on both sides. The initial state is the first rank's, others'
             are not read; the final state is that after the rank's own last token. All ranks of the group have to run
-            the backward pass. K + V is at most 256 here.
+            the backward pass. K + V is at most 512 here.
 
     Returns:
         `[B, T, H, V]`, contiguous, in the dtype of `q`, and the state after the last token, `[B, H, K, V]` in float32.

@@ -170,7 +170,7 @@ def gated_linear_attention(
     Args:
         q: Queries `[B, T, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
         k: Keys, shape and dtype of `q`.
-        v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK
+        v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 512: key head i serves the H / HK
             value heads from i * H / HK on.
         g: Logarithms of the decays, at most 0, any of these dtypes, float32 best: `[B, T, H]`, one for each value head,
             or `[B, T, H, K]`, one for each channel of its keys.

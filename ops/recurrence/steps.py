@@ -277,7 +277,7 @@ def gated_delta_rule_step(
     Args:
         q: Queries `[B, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
         k: Keys, shape and dtype of `q`.
-        v: Values `[B, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK value
+        v: Values `[B, H, V]` in the dtype of `q`, H a multiple of HK, V up to 512: key head i serves the H / HK value
             heads from i * H / HK on.
         g: Logarithms of the decays, at most 0, any of these dtypes: `[B, H]`, one for each value head, or
             `[B, H, K]`, one for each channel of its keys.
@@ -327,7 +327,7 @@ def gated_linear_attention_step(
     Args:
         q: Queries `[B, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
         k: Keys, shape and dtype of `q`.
-        v: Values `[B, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK value
+        v: Values `[B, H, V]` in the dtype of `q`, H a multiple of HK, V up to 512: key head i serves the H / HK value
             heads from i * H / HK on.
         g: Logarithms of the decays, at most 0, any of these dtypes: `[B, H]`, one for each value head, or
             `[B, H, K]`, one for each channel of its keys.
