@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.recurrence._call import check_step
-from llmk.ops.recurrence._chunks import chunked_reference, l2_normalized
+from llmk.ops.recurrence._chunks import Call, chunked_reference, l2_normalized
 from llmk.registry import Cost, KernelOp, Sample, differentiating, gradient_of, no_gradient, public_op
 
 
@@ -143,7 +143,7 @@ def gated_delta_rule_step_reference(
     l2_norm_qk: bool = False,
 ) -> tuple[Tensor, Tensor]:
     q, k, v, g, beta = (x.unsqueeze(1) for x in (q, k, v, g, beta))
-    out, state = chunked_reference(q, k, v, g, beta, scale, state, l2_norm_qk, None)
+    out, state = chunked_reference(Call(q, k, v, g, beta, state, None, scale, l2_norm_qk))
     return out.squeeze(1), state
 
 
@@ -151,7 +151,7 @@ def gated_linear_attention_step_reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     q, k, v, g = (x.unsqueeze(1) for x in (q, k, v, g))
-    out, state = chunked_reference(q, k, v, g, None, scale, state, False, None)
+    out, state = chunked_reference(Call(q, k, v, g, None, state, None, scale))
     return out.squeeze(1), state
 
 
