@@ -24,6 +24,8 @@ FAMILIES = {
 class Around(nn.Module):
     """A hyper-connection around a layer, as the families' decoder layers have it."""
 
+    attn_hc: Any
+
     def __init__(self, connection: nn.Module) -> None:
         super().__init__()
         self.attn_hc = connection
@@ -95,7 +97,6 @@ def test_values_and_gradients(family: str, dtype: torch.dtype, compiled: bool, d
 
 def test_what_does_not_fit_runs_as_it_is_written(device: torch.device) -> None:
     own = around("deepseek_v4").to(device).double()
-    own.attn_hc.hc_mult = N
     patched = copy.deepcopy(own)
     patch(patched)
     x = torch.randn(2, 5, N, H, device=device, dtype=torch.float64)
