@@ -212,8 +212,9 @@ def test_the_opening_chart_mixes_no_runs() -> None:
     step, loss = overview.groups()
     results = json.loads((overview.RESULTS / overview.STEPS).read_text())
     rows = {row["variant"]: row for row in results["rows"] if row["model"] == overview.MODEL}
-    shown = ("compiled", "liger", "llmk compiled")
+    shown = ("compiled", "llmk compiled", "liger", "llmk")  # each of llmk's after what is compiled as it is
     assert list(step.bars.values()) == [(rows[way]["ms"], rows[way]["peak_gib"]) for way in shown]
+    assert [row["compiled"] for row in map(rows.get, shown)] == [True, True, False, False]
     rows = json.loads((overview.RESULTS / overview.LOSSES).read_text())["rows"]
     times = [{way["ms"] for way in row["ways"].values()} for row in rows]
     assert sum({ms for ms, _ in loss.bars.values()} <= of_row for of_row in times) == 1

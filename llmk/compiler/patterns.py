@@ -21,11 +21,16 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from llmk.registry.private.compilers import settled
+from llmk.registry.private.compilers import settled, statically_known_true
 from llmk.registry.private.operators import schema_of
 
 COMMUTATIVE = frozenset({"add", "mul"})
 CASTS = frozenset({"to", "_to_copy", "type_as", "alias", "contiguous"})
+RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
+VIEWS = RESHAPES | {
+    *("slice", "select", "narrow", "unsqueeze", "squeeze", "transpose", "permute", "t", "expand", "expand_as"),
+    *("chunk", "split", "split_with_sizes", "tensor_split", "unbind"),
+}
 CAST_ARGUMENTS = "self", "other", "dtype", "layout", "device", "pin_memory", "non_blocking", "copy", "memory_format"
 ORDERLY_FORMATS = None, 0, torch.preserve_format, torch.contiguous_format
 """Memory formats that keep the order of elements; 0 is how a schema writes the last one as a default."""
@@ -67,6 +72,15 @@ def value_of(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
+def same(a: Any, b: Any) -> bool:
+    """Return True if two sizes are known to be equal, whatever their symbols are."""
+    return statically_known_true(a == b)
+
+
+def same_shape(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(map(same, a, b))
+
+
 def all_arguments(node: Node) -> dict[str, Any]:
     """Return every argument by its name in the schema, defaults filled in; for code that treats all of them alike."""
     arguments = schema_of(node.target).arguments
@@ -102,6 +116,10 @@ def item_of(node: Any) -> tuple[Node, Any] | None:
         return None
     source, index = node.args
     return (source, index) if isinstance(source, Node) else None
+
+
+def is_view(node: Node) -> bool:
+    return name_of(node) in VIEWS or item_of(node) is not None
 
 
 def cast_of(node: Any) -> Node | None:
@@ -291,18 +309,39 @@ class Either(Pattern):
 
 
 @dataclass(frozen=True)
-class Input(Pattern):
+class View(Pattern):
+    """A node that shows the pattern in another way: `source(node)` is what it shows, or None."""
+
+    source: Callable[[Any], Node | None]
+    pattern: Any
+
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        source = self.source(value)
+        if source is not None:
+            yield from find(self.pattern, source, match.with_node(value))
+
+
+@dataclass(frozen=True)
+class Through(Pattern):
+    """The pattern, after any number of nodes that show it in another way, all of which are passed over."""
+
+    source: Callable[[Any], Node | None]
+    pattern: Any
+
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        while (source := self.source(value)) is not None:
+            match, value = match.with_node(value), source
+        yield from find(self.pattern, value, match)
+
+
+class Input(Through):
     """The pattern, read in its own dtype or in one that holds all of its numbers.
 
     A cast that changes no number is passed over; a cast that rounds is the input itself.
     """
 
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        while (source := cast_of(value)) is not None and not is_narrowing(value):
-            match, value = match.with_node(value), source
-        yield from find(self.pattern, value, match)
+    def __init__(self, pattern: Any) -> None:
+        super().__init__(lambda node: None if is_narrowing(node) else cast_of(node), pattern)
 
 
 @dataclass(frozen=True)
@@ -351,12 +390,12 @@ def _part_of(node: Any) -> tuple[Node, int] | None:
     item, index = item_of(node) or (node, 0)
     if item is not node and name_of(item) in ("split", "split_with_sizes", "chunk", "tensor_split"):
         given = arguments(item, "self", "split_size", "split_sizes", "chunks", "sections", "indices", "dim")
-        if given is not None and _is_last(given["dim"], given["self"]):
+        if given is not None and is_last(given["dim"], value_of(given["self"])):
             before = [part.shape[-1] for part in value_of(item)[:index]]
             return (given["self"], sum(before)) if index >= 0 and all(isinstance(x, int) for x in before) else None
     elif item is node and name_of(node) == "slice":
         given = arguments(node, "self", "dim", "start", "end")
-        if given is not None and _is_last(given["dim"], given["self"]):
+        if given is not None and is_last(given["dim"], value_of(given["self"])):
             start = bounded(given["start"], value_of(given["self"]).shape[-1])
             return None if start is None else (given["self"], start)
     return None
@@ -370,9 +409,10 @@ def bounded(start: Any, size: Any) -> int | None:
     return min(max(start + size if start < 0 else start, 0), size) if start else 0
 
 
-def _is_last(dim: Any, tensor: Node) -> bool:
-    rank = value_of(tensor).dim()
-    return rank > 0 and dim in (-1, rank - 1)
+def is_last(dims: Any, tensor: Tensor) -> bool:
+    """Return True if an axis, or a list of one, is the tensor's last."""
+    dims = list(dims) if isinstance(dims, list | tuple) else [dims]
+    return tensor.dim() > 0 and dims in ([-1], [tensor.dim() - 1])
 
 
 def part_nodes(node: Node) -> tuple[Node, ...]:
@@ -412,7 +452,7 @@ class EveryOther(Pattern):
         for inner, source in _taken_apart(value, match, -1, int(self.odd)):
             yield from find(self.pattern, source, inner)
         given = arguments(value, "self", "dim", "start", "end", "step") if name_of(value) == "slice" else None
-        if given is None or not _is_last(given["dim"], given["self"]):
+        if given is None or not is_last(given["dim"], value_of(given["self"])):
             return
         width = value_of(given["self"]).shape[-1]
         end = width if given["end"] is None else given["end"]
@@ -437,13 +477,10 @@ def _taken_apart(value: Any, match: Match, axis: int, index: int) -> Iterator[tu
     if source is None or given["dim"] not in (axis, value_of(wide).dim() + axis):
         return
     before, after = value_of(source).shape, list(value_of(wide).shape)
-    if after.pop(axis) != 2 or len(after) != len(before) or str(after[:-1]) != str(list(before[:-1])):
+    if after.pop(axis) != 2 or len(after) != len(before) or not same_shape(after[:-1], before[:-1]):
         return
     match = match.with_node(value) if item is None else match.with_node(value).with_node(chooser)
     yield match.with_node(wide), source
-
-
-RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
 
 
 def reshape_of(node: Any) -> Node | None:
@@ -454,16 +491,20 @@ def reshape_of(node: Any) -> Node | None:
     return None if given is None else given["self"]
 
 
-@dataclass(frozen=True)
-class Reshaped(Pattern):
-    """A view of the pattern in another shape."""
-
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        source = reshape_of(value)
-        if source is not None:
-            yield from find(self.pattern, source, match.with_node(value))
+def transposed_from(node: Any) -> Node | None:
+    """Return the tensor whose last two axes a node exchanges."""
+    if name_of(node) not in ("t", "numpy_T", "mT", "transpose", "permute"):
+        return None
+    given, rank = arguments(node, "self", "dim0", "dim1", "dims"), value_of(node).dim()
+    if given is None or rank < 2 or (name_of(node) == "numpy_T" and rank > 2):
+        return None
+    order, last = list(range(rank)), [rank - 1, rank - 2]
+    if "dims" in given:
+        order = [dim % rank for dim in given["dims"]]
+    else:
+        a, b = given.get("dim0", -2), given.get("dim1", -1)
+        order[a], order[b] = order[b], order[a]
+    return given["self"] if order == [*range(rank - 2), *last] else None
 
 
 @dataclass(frozen=True)
@@ -579,6 +620,6 @@ def require_last_axis(dim: Any, tensor: Tensor) -> None:
     Raises:
         NoMatch: It is not.
     """
-    dims = [dim] if isinstance(dim, int) else list(dim or ())
-    if dims not in ([-1], [tensor.dim() - 1]):
+    if not is_last(dim, tensor):
+        dims = [dim] if isinstance(dim, int) else list(dim or ())
         raise NoMatch(f"it is over axes {dims} of {tensor.dim()}, and the operator's over the last")

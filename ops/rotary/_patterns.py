@@ -17,21 +17,23 @@ from llmk.compiler.patterns import (
     KeywordArg,
     NoMatch,
     Pattern,
-    Reshaped,
     RewritePattern,
+    Through,
+    View,
     With,
     arguments,
     cast_of,
     item_of,
     name_of,
     range_of,
+    reshape_of,
     value_of,
     widened,
 )
-from llmk.compiler.spellings import Broadcast, Where, over_last_axis
+from llmk.compiler.spellings import Where, expanded_from, over_last_axis
 
 aten = torch.ops.aten
-_cos, _sin = (Input(Broadcast(KeywordArg(name))) for name in ("cos", "sin"))
+_cos, _sin = (Input(Through(expanded_from, KeywordArg(name))) for name in ("cos", "sin"))
 
 
 def _side_by_side(parts: list[Pattern]) -> Pattern:
@@ -40,7 +42,7 @@ def _side_by_side(parts: list[Pattern]) -> Pattern:
 
 def _in_pairs(first: Pattern, second: Pattern) -> Pattern:
     """Match the two with their elements in turn."""
-    return Reshaped(Where(over_last_axis, Call("stack", [first, second], Either(-1, 3, 4))))
+    return View(reshape_of, Where(over_last_axis, Call("stack", [first, second], Either(-1, 3, 4))))
 
 
 def _rotated(name: str) -> Pattern:
@@ -83,8 +85,10 @@ def _by_halves(name: str) -> Pattern:
 
 def _complex(name: str) -> Pattern:
     """Match neighbours as complex numbers, times others of absolute value 1."""
-    x = Call("view_as_complex", Reshaped(Input(KeywordArg(name))))
-    return Cast(Reshaped(Call("view_as_real", Call("mul", x, KeywordArg("angles", lambda value: value.is_complex())))))
+    x = Call("view_as_complex", View(reshape_of, Input(KeywordArg(name))))
+    return Cast(
+        View(reshape_of, Call("view_as_real", Call("mul", x, KeywordArg("angles", lambda value: value.is_complex()))))
+    )
 
 
 def _rotation(name: str) -> Pattern:
