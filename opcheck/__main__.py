@@ -372,9 +372,7 @@ def sanitize_all(options: argparse.Namespace) -> list[Result]:
 
 
 def _write(results: Sequence[Result], options: argparse.Namespace) -> None:
-    files = {"as_json": options.json, "as_html": options.html, "as_junit": options.junit, "as_sarif": options.sarif}
-    about = {"modules": _modules(options.records), "places": _places(options.records)}
-    write_reports(results, options.device, **files, **about)
+    write_reports(results, options.device, vars(options), _modules(options.records), _places(options.records))
 
 
 def _modules(ops: Sequence[Op]) -> list[str]:

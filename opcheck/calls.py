@@ -19,6 +19,7 @@ from llmk.opcheck.inputs import (
     as_list,
     comparable,
     differentiable_inputs,
+    first_where,
     prepare,
     same_bits,
     tensors_of,
@@ -324,8 +325,7 @@ def _other_bits(actual: Tensor, right: Tensor | None) -> str | None:
     assert right is not None
     if actual.shape != right.shape:
         return f"the shape is {tuple(actual.shape)} where {tuple(right.shape)} is right"
-    index = int((actual != right).flatten().nonzero()[0])
-    return f"element {index} is {actual.flatten()[index].item()} where {right.flatten()[index].item()} is right"
+    return first_where(actual != right, actual, right)
 
 
 def _wrong_integer(reference: Reference, i: int, actual: Tensor) -> str | None:
@@ -341,11 +341,7 @@ def _wrong_integer(reference: Reference, i: int, actual: Tensor) -> str | None:
     for results in reference.near(i):
         for result in results:
             wrong &= result == composition
-    if not bool(wrong.any()):
-        return None
-    index = int(wrong.flatten().nonzero()[0])
-    found, right = actual.flatten()[index].item(), composition.flatten()[index].item()
-    return f"element {index} is {found} where {right} is right"
+    return first_where(wrong, actual, composition) if bool(wrong.any()) else None
 
 
 def violation_of(

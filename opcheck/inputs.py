@@ -137,6 +137,12 @@ def largest(tensor: Tensor | None) -> float:
     return float(comparable(tensor.detach()).double().nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
+def first_where(wrong: Tensor, actual: Tensor, right: Tensor) -> str:
+    """The first element that is wrong, in words."""
+    index = int(wrong.flatten().nonzero()[0])
+    return f"element {index} is {actual.flatten()[index].item()} where {right.flatten()[index].item()} is right"
+
+
 def all_finite(tensors: Iterable[Tensor | None]) -> bool:
     return all(t is None or bool(t.isfinite().all()) for t in tensors)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.accuracy.neighbours import Change
+from llmk.accuracy.neighbours import Change, copy_with_layout
 from llmk.opcheck.calls import (
     call,
     call_unless_strides_refused,
@@ -60,9 +60,7 @@ def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
     for place, sample in enumerate(samples if in_float32 else traced_kinds(op, samples)):
         if any(result is not None and bool(result.isnan().any()) for result in call(op, sample).results()):
             continue  # torch.library.opcheck holds NaN unequal to itself; the accuracy rule does look at it
-        args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
-        if isinstance(op.overload, Adapted):
-            args, kwargs = op.overload.own_arguments(args, kwargs)
+        args, kwargs = _own_arguments(op, sample, differentiable_inputs(op, sample))
         chosen = utilities if in_float32 or not place else utilities[:4]
         _require_success(str(sample), operator, args, kwargs, chosen)
     _require_fakes_of_strides(op, operator, few_kinds(op, samples))
@@ -74,10 +72,14 @@ def _require_fakes_of_strides(op: Op, operator: Any, samples: Sequence[Sample]) 
         for change in (spread, _transposed):
             if call_unless_strides_refused(op, sample, wanted=(), change=change) is None:
                 continue
-            args, kwargs, _ = prepare(op, sample, (), change)
-            if isinstance(op.overload, Adapted):
-                args, kwargs = op.overload.own_arguments(args, kwargs)
+            args, kwargs = _own_arguments(op, sample, (), change)
             _require_success(f"{sample}: strided", operator, args, kwargs, ("test_faketensor",))
+
+
+def _own_arguments(op: Op, sample: Sample, wanted: Sequence[str], change: Change = copy_with_layout) -> Any:
+    """The arguments of the operator itself, where the record calls it in the one form."""
+    args, kwargs, _ = prepare(op, sample, wanted, change)
+    return op.overload.own_arguments(args, kwargs) if isinstance(op.overload, Adapted) else (args, kwargs)
 
 
 def _require_success(

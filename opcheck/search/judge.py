@@ -22,7 +22,7 @@ from torch import Tensor
 from llmk.accuracy.neighbours import Change, copy_to_move, copy_with_layout, move
 from llmk.accuracy.rule import SUBNORMAL
 from llmk.opcheck.calls import call, device_of, float_dtype, tolerance_of, violation_of
-from llmk.opcheck.inputs import BrokenPromise, Outcome, all_finite, largest, mapped, rebound
+from llmk.opcheck.inputs import BrokenPromise, Outcome, all_finite, first_where, largest, mapped, rebound
 from llmk.opcheck.interpreted.loops import EndlessLoop
 from llmk.opcheck.patience import TookTooLong
 from llmk.opcheck.promises.gradients import require_finite
@@ -84,16 +84,23 @@ def _runs_kernels(op: Op, case: Case) -> bool:
     return INTERPRET or device_of(op, case.sample).type != "cpu"
 
 
+class Neighbours(Reference):
+    """The reference with more neighbours: a search shows the worst of thousands of calls, as the composition has it."""
+
+    count = 64
+
+
 def _wrong_values(op: Op, case: Case, outcome: Outcome, reference: Reference) -> Finding | None:
     factor = tolerance_of(op, float_dtype(op, case.sample)).factor
     formula_bound = None if op.error_bound is None else op.error_bound(**(op.bind(case.sample) | outcome.inputs))
+    neighbours = Neighbours(op, case.sample, reference.given)
     for i, name, actual, exact in _judged(reference, outcome):
         bound = None if i else formula_bound
         violation = violation_of(reference, i, actual, factor, formula_bound=bound, draws=FIRST_DRAWS)
         if violation is not None and math.isfinite(violation.error):
             beside = (actual.double() - exact).abs() <= factor * _jumps(reference, i, MORE_DRAWS)
             actual = torch.where(beside, exact.to(actual.dtype), actual)
-            violation = violation_of(reference, i, actual, factor, formula_bound=bound)
+            violation = violation_of(neighbours, i, actual, factor, formula_bound=bound)
         if violation is not None:
             return Finding("value", name, f"{name}: {violation}")
     return None
@@ -212,14 +219,12 @@ def _nan(op: Op, case: Case, outcome: Outcome) -> Finding | None:
     return None if i is None else Finding("nan", f"output {i}", words)
 
 
-class Decided(Reference):
+class Decided(Neighbours):
     """The reference near a decision: equal numbers move together, and error bounds leave out what crossed it.
 
     Of some neighbours one number of 2, 4 or 8 moves. Where all do, every neighbour may be farther from the decision
     than the composition's roundings reach.
     """
-
-    count = 64
 
     def nudge(self, seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
         return nudged_together(seed, dtype, by, still=1 + seed % 3)
@@ -289,9 +294,7 @@ def _wrong_decision(op: Op, case: Case, outcome: Outcome, reference: Reference) 
 def _wrong_integer(outcome: Outcome, reference: Reference) -> Finding | None:
     for i, (actual, exact) in enumerate(zip(outcome.outputs, reference.exact, strict=False)):
         if exact is not None and not actual.is_floating_point() and not torch.equal(actual, exact.to(actual.dtype)):
-            index = int((actual != exact).flatten().nonzero()[0])
-            words = f"element {index} is {actual.flatten()[index]}, right is {exact.flatten()[index]}"
-            return Finding("decision", f"output {i}", f"output {i}: {words}")
+            return Finding("decision", f"output {i}", f"output {i}: {first_where(actual != exact, actual, exact)}")
     return None
 
 

@@ -3,9 +3,7 @@
 python -m llmk.opcheck rms_norm --search 60
 """
 
-import contextlib
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,14 +12,13 @@ import torch
 from llmk.opcheck.calls import call, incoming_gradients
 from llmk.opcheck.inputs import tensors_of
 from llmk.opcheck.reference import reference_for
-from llmk.opcheck.runner import Check, Result, RunningCheck, path_taken
+from llmk.opcheck.runner import Check, Result, RunningCheck, around, path_taken
 from llmk.opcheck.search.cases import Case, Cases
 from llmk.opcheck.search.decisions import at_decisions
 from llmk.opcheck.search.derivatives import derivative_violation
 from llmk.opcheck.search.judge import Finding, judge
 from llmk.opcheck.search.shrink import MOST_NUMBERS, shrink, snippet
 from llmk.registry import Op
-from llmk.registry.devices import INTERPRET
 
 SHRINKING = 10.0
 """Seconds at most for one finding."""
@@ -126,22 +123,9 @@ def searches(
         def note(case: Case, name: str = name) -> None:
             on_begin(RunningCheck(op.name, name, "search", str(case.sample)))
 
-        with _quietly():
+        with around(op, device):
             result = search(op, device, dtype, seconds / len(dtypes or op.dtypes), seed, on_begin=note)
         message = "\n  ".join([f"seeds {seed} to {result.next_seed - 1}", *map(str, result.found)])
         took = time.perf_counter() - start
         passed = not result.found
         yield Result(op.name, str(device), name, path_taken(device), "search", passed, message, took, result.calls)
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Run without warnings, and in Triton's interpreter with what watches its kernels."""
-    with contextlib.ExitStack() as around:
-        around.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        if INTERPRET:
-            from llmk.opcheck.interpreted.interpreter import watched  # it needs numpy
-
-            around.enter_context(watched())
-        yield
