@@ -89,8 +89,8 @@ ci: lint test
 ifneq ($(strip $(VENV)),)
 # A stamp file marks each extra as installed until pyproject.toml, setup.py or constraints.txt changes.
 $(VENV)/.installed-%: $(VENV)/.made pyproject.toml setup.py constraints.txt
-	@echo 'Installing what this needs into $(VENV), once: some minutes, in which nothing is printed.'
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	@echo 'Installing what this needs into $(VENV), once: some minutes.'
+	$(PY) -m pip install --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
 $(VENV)/.installed-build: $(VENV)/.made constraints.txt
