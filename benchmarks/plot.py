@@ -304,7 +304,10 @@ def _growth(rows: list[dict[str, Any]], about: str, unit: str = "the floor") -> 
     for (way,), same in _by(rows, "way"):
         _line(time, way, {row["size"]: _multiple(row) for row in same}, LIMIT)
     time.axhline(1.0, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
-    time.set_ylim(0.8, LIMIT * 1.04)
+    time.set_ylim(0.8, LIMIT * 1.15)  # room for the values above it
+    for (size,), same in _by([row for row in rows if (_multiple(row) or 0) > LIMIT], "size"):
+        above = ", ".join(f"{_multiple(row):.1f}" for row in same)  # in one text: ways do not hide one another's
+        time.annotate(above, (size, LIMIT), (0, 5), textcoords="offset points", ha="center", color=FAINT)
     weighed = [row for row in rows if "error" in row or row["peak_mib"] is not None]
     if weighed:  # not on a CPU
         memory = _panel(figure, 0.595, "peak memory above the inputs, MiB", rows[0]["against"])
@@ -397,7 +400,7 @@ def _multiple(row: dict[str, Any]) -> float | None:
 
 
 def _line(axes: Axes, way: str, points: dict[int, float | None], top: float = float("inf")) -> None:
-    """A way's points by size; above `top` triangles with their value; crosses at the top failed."""
+    """A way's points by size; triangles are above `top`; crosses at the top failed."""
     known = {size: value for size, value in sorted(points.items()) if value is not None}
     look: dict[str, Any] = {"color": COLOURS[way], "clip_on": False}
     inside = [min(value, top) for value in known.values()]
@@ -406,7 +409,6 @@ def _line(axes: Axes, way: str, points: dict[int, float | None], top: float = fl
     for size, value in known.items():
         if value > top:
             axes.plot(size, top, marker="^", markersize=6, zorder=order, **look)
-            axes.annotate(f"{value:.1f}", (size, top), (0, -11), textcoords="offset points", ha="center", color=FAINT)
     for size in points.keys() - known.keys():
         axes.plot(size, 0.96, marker="x", markersize=6, transform=axes.get_xaxis_transform(), **look)
 

@@ -98,9 +98,10 @@ def in_javascript(program: str, *inputs: Any) -> Any:
 
 def test_the_page_computes_the_same() -> None:
     sizes = [*(sizes_of(config) for config in CONFIGS.values()), *(sizes_of_model(name) for name in MODELS)]
-    calls = [(size, tokens, gpu) for size in sizes for tokens in (100, 16384) for gpu in FIGURES["gpus"]]
-    ours = [estimate(size, tokens, min(tokens, 2048), gpu) for size, tokens, gpu in calls]
-    given = [[asdict(size), tokens, min(tokens, 2048), gpu] for size, tokens, gpu in calls]
+    settings = [(tokens, min(tokens, 2048), gpu) for tokens in (100, 16384) for gpu in FIGURES["gpus"]]
+    calls = [(size, *setting, again) for size in sizes for setting in settings for again in (False, True)]
+    ours = [estimate(*call) for call in calls]
+    given = [[asdict(size), *more] for size, *more in calls]
     pages = in_javascript("input[1].map((call) => estimate(input[0], ...call))", FIGURES, given)
     assert [list(result) for result in pages] == [WAYS] * len(calls)
     for page, our in zip(pages, ours, strict=True):
@@ -122,6 +123,18 @@ def test_sizes_by_name_are_a_configurations() -> None:
     assert parameters(sizes_from(LLAMA + ",tied=0")) - parameters(sizes_from(LLAMA)) == 2048 * 128256
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpointed_layer_keeps_its_input(way: str) -> None:
+    """One more layer keeps its input, and its weights and moments; at the loss nothing else of it is in memory."""
+    small, large = (sizes_from(LLAMA.replace("layers=16", f"layers={layers}")) for layers in (16, 17))
+    tokens, more = 65536, 6 * (parameters(large) - parameters(small)) + 2 * 65536 * 2048
+    steps = [estimate(size, tokens, 2048, checkpointing=True)[way] for size in (small, large)]
+    assert steps[1]["step"]["gib"] - steps[0]["step"]["gib"] == pytest.approx(more / 2**30)
+    plain = estimate(small, tokens, 2048)[way]
+    assert steps[0]["gated units"]["gib"] == plain["gated units"]["gib"] / 16
+    assert steps[0]["step"]["ms"] - plain["step"]["ms"] == pytest.approx(steps[0]["checkpoints"]["ms"])
+
+
 def test_between_and_outside_the_sizes_measured() -> None:
     points = [[1.0, 4.0], [4.0, 8.0], [64.0, 2.0]]
     assert [at(points, size) for size in (0.5, 1, 2, 4, 16, 64, 1e9)] == [4.0, 4.0, 6.0, 8.0, 5.0, 2.0, 2.0]
@@ -141,6 +154,13 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert command.main([LLAMA, "--tokens", "16384"]) == 0
     rows = {line[:12].strip(): line[12:].split() for line in capsys.readouterr().out.splitlines()}
     assert float(rows["step, in all"][0]) == pytest.approx(57.2, rel=MEMORY)
+    assert "checkpoints" not in rows
+    assert command.main([LLAMA, "--tokens", "16384", "--checkpointing"]) == 0
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    assert "Assumed: 2 norms a layer; activation checkpointing; every token counts." in printed
+    (checkpoints,) = (line.split() for line in printed.splitlines() if line.startswith("checkpoints"))
+    assert checkpoints[1::2] == ["1.00"] * 4
 
 
 @pytest.mark.parametrize(

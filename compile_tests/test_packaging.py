@@ -31,9 +31,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def build(source: Path, what: str, into: Path) -> Path:
+def build(source: Path, what: str, into: Path, **variables: str) -> Path:
     code = f"import setuptools.build_meta as backend; print(backend.build_{what}({str(into)!r}))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
+    command, settings = [sys.executable, "-c", code], os.environ | variables
+    result = subprocess.run(command, cwd=source, env=settings, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return into / result.stdout.splitlines()[-1]
 
@@ -110,7 +111,27 @@ def test_metadata_says_what_it_is(wheel: Path) -> None:
     assert "Operating System :: POSIX :: Linux" in said.get_all("Classifier", [])
     assert {"test", "docs", "trl"} <= set(said.get_all("Provides-Extra", []))
     assert [r for r in said.get_all("Requires-Dist", []) if "extra" not in r] == ["torch>=2.11", "triton>=3.6"]
+    assert said["Description-Content-Type"] == "text/markdown"
     assert str(said.get_payload()) == (ROOT / "README.md").read_text()
+    assert said["Project-URL"] is None  # a build by hand has none to give
+
+
+def test_page_of_a_release_leads_into_its_repository(copy: Path, tmp_path: Path) -> None:
+    """Each link of README becomes the address of a file of the tag, in the repository that the release is built in."""
+    said = metadata(build(copy, "wheel", tmp_path, LLMK_REPOSITORY="https://host/owner/name"))
+    files, text = f"https://host/owner/name/blob/v{llmk.__version__}/", str(said.get_payload())
+    links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'src(?:set)?="([^"]+)"', text)
+    assert len(links) > 50
+    assert [link for link in links if not link.startswith(files)] == []
+    for link in links:
+        assert (ROOT / re.sub(r"[?#].*", "", link.removeprefix(files))).exists(), link
+    pictures = [link for link in links if ".svg" in link]
+    assert len(pictures) == 2
+    assert all(link.endswith(".svg?raw=true") for link in pictures)
+    addresses = dict(line.split(", ") for line in said.get_all("Project-URL", []))
+    assert addresses["Source"] == "https://host/owner/name"
+    assert addresses["Changes"] == f"{files}CHANGELOG.md"
+    assert "LLMK_REPOSITORY" in (ROOT / ".github/workflows/release.yml").read_text()
 
 
 def test_every_file_has_the_same_version() -> None:

@@ -45,6 +45,7 @@ def estimate_form() -> str:
         _number("tokens", "tokens of a step", 16384),
         _number("sequence", "tokens of a sequence", 2048),
         _select("gpu", "GPU", list(FIGURES["gpus"])),
+        _switch("checkpointing", "activation checkpointing: each layer is computed again in the backward pass"),
         '<details><summary>Sizes, or a config.json</summary><div class="fields">',
         '<label class="whole">config.json, pasted<textarea name="config" rows="3"></textarea></label>',
         *(_number(field.name, LABELS.get(field.name, field.name), 0) for field in numbers),

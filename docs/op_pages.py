@@ -112,7 +112,7 @@ def checks_table() -> str:
     groups = (
         (INTERPRETER_PROMISES, " (in Triton's interpreter)"),
         (PROMISES, ""),
-        (ON_REQUEST, " (only where `--promise` names it)"),
+        (ON_REQUEST, " (only where `--only` names it)"),
         (GPU_PROMISES, " (on a GPU)"),
     )
     for promises, where in groups:
@@ -130,13 +130,12 @@ def _summary(op: Op) -> str:
 
 
 def _python_function(op: Op) -> str:
-    """The docstring as Sphinx renders a Python function's."""
+    """The docstring as Sphinx renders a Python function's, without the summary, with which the page begins."""
     function = getattr(sys.modules[op.module], op.name)
     prefix = "llmk.functional" if hasattr(llmk.functional, op.name) else "torch.ops.llmk"
     signature = str(inspect.signature(function)).replace("torch.Tensor", "Tensor").replace("collections.abc.", "")
-    docstring = GoogleDocstring(
-        literal_blocks(op.doc), Config(napoleon_use_param=True, napoleon_use_rtype=False), what="function"
-    )
+    rest = literal_blocks(op.doc.partition("\n\n")[2])
+    docstring = GoogleDocstring(rest, Config(napoleon_use_param=True, napoleon_use_rtype=False), what="function")
     body = "\n".join(f"   {line}".rstrip() for line in str(docstring).splitlines())
     return fence("{eval-rst}", f".. py:function:: {prefix}.{op.name}{signature}\n\n{body}")
 

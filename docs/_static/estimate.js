@@ -2,7 +2,7 @@
    figures.json, which the page holds, what was measured. A test holds the two results equal. */
 "use strict";
 
-const PARTS = ["logits", "norms", "rotation", "gated units", "experts"];
+const PARTS = ["logits", "norms", "rotation", "gated units", "experts", "checkpoints"];
 const GIB = 2 ** 30;
 
 function first(config, names, otherwise) {
@@ -76,46 +76,59 @@ function logits(figures, s, T, way, count) {
   return sums * V * H + 2 * T * H + 2 * rows * V;
 }
 
-function partsOf(figures, s, T, S, way, measured) {
-  const column = figures.ways.indexOf(way), count = {}, ns = {};
-  for (const name in figures.bytes) count[name] = figures.bytes[name][column];
-  for (const name in measured.ns) ns[name] = measured.ns[name][column];
-  const H = s.hidden, V = s.vocabulary, L = s.layers, Q = s.heads * s.head_dim;
-  const TL = T * L, qk = Q + s.kv_heads * s.head_dim;
-  const linear = 6 * TL * (2 * H * qk + 3 * H * s.intermediate), attention = 7 * T * S * Q * L;
-  const norm = count[s.offset_norms ? "offset norm" : "norm"], picks = TL * s.experts_per_token;
+function bytesOf(figures, s, T, way, checkpointing) {
+  const count = {};
+  for (const name in figures.bytes) count[name] = figures.bytes[name][figures.ways.indexOf(way)];
+  const L = checkpointing ? 1 : s.layers, H = s.hidden, TL = T * L, qk = (s.heads + s.kv_heads) * s.head_dim;
+  const norm = count[s.offset_norms ? "offset norm" : "norm"];
   const norms = T * (L * s.norms + 1) * H * norm + TL * H * 2 * count["norm's output"];
-  const experts = picks * (H * count["expert's hidden"] + s.expert_intermediate * count["expert's width"]);
-  const ofEach = s.experts ? at(ns.experts, (T * s.experts_per_token) / s.experts) : 0;
-  const gib = {
+  const ofExpert = H * count["expert's hidden"] + s.expert_intermediate * count["expert's width"];
+  return {
     logits: logits(figures, s, T, way, count),
     norms: norms + (s.qk_norm ? TL * qk * count["norm of q and k"] : 0),
     rotation: 2 * TL * qk,
     "gated units": TL * s.intermediate * count["gated unit"],
-    experts: experts,
+    experts: TL * s.experts_per_token * ofExpert,
+    checkpoints: checkpointing ? 2 * T * s.layers * H : 0,
     rest: 6 * parameters(s) + 2 * TL * qk,
   };
+}
+
+function peakOf(s, bytes, checkpointing) {
+  const weights = 6 * parameters(s), projection = 2 * s.vocabulary * s.hidden;
+  const layers = sum(Object.values(bytes)) - bytes.logits - bytes.checkpoints - weights;
+  const [kept, again] = checkpointing ? [bytes.checkpoints, layers] : [layers, 0];
+  return Math.max(weights + kept + bytes.logits, weights + kept + projection + again, 8 * parameters(s) + again);
+}
+
+function partsOf(figures, s, T, S, way, measured, checkpointing) {
+  const column = figures.ways.indexOf(way), ns = {};
+  for (const name in measured.ns) ns[name] = measured.ns[name][column];
+  const H = s.hidden, V = s.vocabulary, Q = s.heads * s.head_dim;
+  const TL = T * s.layers, qk = Q + s.kv_heads * s.head_dim, picks = TL * s.experts_per_token;
+  const linear = 6 * TL * (2 * H * qk + 3 * H * s.intermediate), attention = 7 * TL * S * Q;
+  const ofEach = s.experts ? at(ns.experts, (T * s.experts_per_token) / s.experts) : 0;
+  const layers = sum([rateMs(linear, measured.products), rateMs(attention, at(measured.attention, s.head_dim))]);
+  const bytes = bytesOf(figures, s, T, way, checkpointing);
   const time = {
     logits: sum([rateMs(6 * T * H * V, measured.products), ms(T * V, at(ns.logits, V))]),
     norms: sum([ms(2 * TL * H, at(ns["norm with residual"], H)), ms((s.norms - 2) * TL * H, at(ns.norm, H))]),
     rotation: ms(TL * qk, at(ns[s.qk_norm ? "rotation with norms" : "rotation"], s.head_dim)),
     "gated units": ms(TL * s.intermediate, at(ns[s.gelu ? "geglu" : "swiglu"], s.intermediate)),
     experts: s.experts ? ms(picks * H * s.expert_intermediate, ofEach) : 0,
-    rest: sum([
-      rateMs(linear, measured.products),
-      rateMs(attention, at(measured.attention, s.head_dim)),
-      rateMs(14 * parameters(s), measured.copy),
-    ]),
+    rest: sum([layers, rateMs(14 * parameters(s), measured.copy)]),
   };
+  const again = sum([time.norms, time.rotation, time["gated units"], time.experts, layers]);
+  time.checkpoints = checkpointing ? again && again / 3 : 0;
   const parts = {};
-  for (const name in gib) parts[name] = { gib: gib[name] / GIB, ms: time[name] };
-  const peak = Math.max(sum(Object.values(parts).map((part) => part.gib)), (8 * parameters(s)) / GIB);
-  return { ...parts, step: { gib: peak, ms: sum(Object.values(parts).map((part) => part.ms)) } };
+  for (const name in bytes) parts[name] = { gib: bytes[name] / GIB, ms: time[name] };
+  const step = { gib: peakOf(s, bytes, checkpointing) / GIB, ms: sum(Object.values(parts).map((part) => part.ms)) };
+  return { ...parts, step: step };
 }
 
-function estimate(figures, sizes, tokens, sequence, gpu) {
-  const found = {};
-  for (const way of figures.ways) found[way] = partsOf(figures, sizes, tokens, sequence, way, figures.gpus[gpu]);
+function estimate(figures, sizes, tokens, sequence, gpu, checkpointing) {
+  const found = {}, measured = figures.gpus[gpu];
+  for (const way of figures.ways) found[way] = partsOf(figures, sizes, tokens, sequence, way, measured, checkpointing);
   return found;
 }
 
@@ -165,7 +178,8 @@ function start() {
       if (!(Number.isInteger(tokens) && tokens >= 1)) throw new Error("tokens: expected a whole number from 1");
       if (!(sequence >= 1 && sequence <= tokens)) throw new Error(`sequence: expected 1 to ${tokens}, the tokens`);
       const gpu = figures.gpus[form.elements.gpu.value];
-      const found = estimate(figures, read(), tokens, sequence, form.elements.gpu.value);
+      const checkpointing = form.elements.checkpointing.checked;
+      const found = estimate(figures, read(), tokens, sequence, form.elements.gpu.value, checkpointing);
       const added = (1e-6 * figures.float32_logits_ns * tokens * read().vocabulary).toFixed(1);
       const note = gpu.copy
         ? ` llmk's logits were bfloat16 in these tables. Float32, the default since, added ${added} ms at this size by

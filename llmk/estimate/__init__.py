@@ -39,7 +39,20 @@ Each part has its memory in bytes and its time:
                  time: 6 T L (2 H (Q + K) + 3 H I) / products
                        + 7 T S Q L / attention + 14 bytes a parameter / copy
 
-The peak is the sum of the memory, or 8 bytes a parameter if that is more.
+Without activation checkpointing the layers' memory is that of all L, until the
+backward pass. With it, of each layer,
+
+    checkpoints  2 T L H bytes: the inputs of layers
+                 time: a third of the layers' other times, as their forward
+                 pass is computed again
+
+are kept, and the memory of norms, rotation, gated units, experts and attention
+is that of one layer, with L = 1 above.
+
+The peak is the largest of three sums: at the loss, what is kept and the logits;
+in the backward pass of the last layer, what is kept, 2 V H of the projection's
+gradient and what was computed again; in that of the first, 8 bytes a parameter
+and what was computed again.
 """
 
 import itertools
@@ -51,7 +64,7 @@ from typing import Any
 
 FIGURES: dict[str, Any] = json.loads((Path(__file__).parent / "figures.json").read_text())
 WAYS: list[str] = FIGURES["ways"]
-PARTS = ("logits", "norms", "rotation", "gated units", "experts")
+PARTS = ("logits", "norms", "rotation", "gated units", "experts", "checkpoints")
 
 KINDS: dict[str, Any] = FIGURES["model_types"]
 """The kinds of models that are not as Llama, by `model_type`: the norms of a layer, norms of queries and keys, norms
@@ -207,7 +220,9 @@ def _sum(terms: list[float | None]) -> float | None:
     return sum(known) if len(known) == len(terms) else None
 
 
-def estimate(sizes: Sizes, tokens: int, sequence: int, gpu: str = "h200") -> dict[str, dict[str, Any]]:
+def estimate(
+    sizes: Sizes, tokens: int, sequence: int, gpu: str = "h200", checkpointing: bool = False
+) -> dict[str, dict[str, Any]]:
     """Return GiB and milliseconds of each part of a training step, for each of `WAYS`.
 
     Args:
@@ -215,59 +230,83 @@ def estimate(sizes: Sizes, tokens: int, sequence: int, gpu: str = "h200") -> dic
         tokens: T, of a step.
         sequence: S, the tokens that attend to one another.
         gpu: One of `figures.json`.
+        checkpointing: Whether each layer is computed again in the backward pass.
 
     Returns:
-        By way, by part, `{"gib": ..., "ms": ...}`: the five parts, "rest" and "step", which is the peak and the sum.
+        By way, by part, `{"gib": ..., "ms": ...}`: the six parts, "rest" and "step", which is the peak and the sum.
         Milliseconds are None where that GPU's results have none.
     """
-    measured = FIGURES["gpus"][gpu]
-    return {way: _with_step(_way(sizes, tokens, sequence, way, measured), parameters(sizes)) for way in WAYS}
+    return {way: _way(sizes, tokens, sequence, way, FIGURES["gpus"][gpu], checkpointing) for way in WAYS}
 
 
-def _with_step(parts: dict[str, dict[str, Any]], count: int) -> dict[str, dict[str, Any]]:
-    peak = max(sum(part["gib"] for part in parts.values()), 8 * count / 2**30)
-    return parts | {"step": {"gib": peak, "ms": _sum([part["ms"] for part in parts.values()])}}
+def _way(
+    s: Sizes, T: int, S: int, way: str, measured: dict[str, Any], checkpointing: bool
+) -> dict[str, dict[str, Any]]:
+    size, time = _sizes(s, T, way, checkpointing), _times(s, T, S, way, measured)
+    time["checkpoints"] = _again_ms(time) if checkpointing else 0.0
+    found = {part: {"gib": size[part] / 2**30, "ms": time[part]} for part in (*PARTS, "rest")}
+    peak = _peak(s, size, checkpointing) / 2**30
+    return found | {"step": {"gib": peak, "ms": _sum([part["ms"] for part in found.values()])}}
 
 
-def _way(s: Sizes, T: int, S: int, way: str, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _sizes(s: Sizes, T: int, way: str, checkpointing: bool) -> dict[str, float]:
+    """Return the bytes of each part: of the layers that are in memory at a time."""
     count = {name: columns[WAYS.index(way)] for name, columns in FIGURES["bytes"].items()}
-    ns = {name: points[WAYS.index(way)] for name, points in measured["ns"].items()}
-    products = measured["products"]
-    H, V, layers, Q = s.hidden, s.vocabulary, s.layers, s.heads * s.head_dim
-    TL, qk = T * layers, Q + s.kv_heads * s.head_dim
-    linear = 6 * TL * (2 * H * qk + 3 * H * s.intermediate)
-    attention = 7 * T * S * Q * layers
+    layers = 1 if checkpointing else s.layers
+    H, TL, qk = s.hidden, T * layers, (s.heads + s.kv_heads) * s.head_dim
     norm = count["offset norm" if s.offset_norms else "norm"]
     norms = T * (layers * s.norms + 1) * H * norm + TL * H * 2 * count["norm's output"]
-    rotated = "rotation with norms" if s.qk_norm else "rotation"
-    gated = "geglu" if s.gelu else "swiglu"
-    picks = TL * s.experts_per_token
-    experts = picks * (H * count["expert's hidden"] + s.expert_intermediate * count["expert's width"])
-    size = {
+    of_expert = H * count["expert's hidden"] + s.expert_intermediate * count["expert's width"]
+    return {
         "logits": _logits(s, T, way, count),
         "norms": norms + (TL * qk * count["norm of q and k"] if s.qk_norm else 0),
         "rotation": 2 * TL * qk,
         "gated units": TL * s.intermediate * count["gated unit"],
-        "experts": experts,
+        "experts": TL * s.experts_per_token * of_expert,
+        "checkpoints": 2 * T * s.layers * H if checkpointing else 0,
         "rest": 6 * parameters(s) + 2 * TL * qk,
     }
-    time = {
+
+
+def _peak(s: Sizes, size: dict[str, float], checkpointing: bool) -> float:
+    weights = 6 * parameters(s)
+    layers = sum(size.values()) - size["logits"] - size["checkpoints"] - weights
+    kept, again = (size["checkpoints"], layers) if checkpointing else (layers, 0)
+    projection = 2 * s.vocabulary * s.hidden
+    return max(weights + kept + size["logits"], weights + kept + projection + again, 8 * parameters(s) + again)
+
+
+def _again_ms(time: dict[str, float | None]) -> float | None:
+    """Return the time of the layers' forward pass: 2 of 6 products, 2 of 7 of attention, 2 or 3 of 6 to 8 accesses."""
+    layers = _sum([time[part] for part in ("norms", "rotation", "gated units", "experts", "layers' products")])
+    return None if layers is None else layers / 3
+
+
+def _times(s: Sizes, T: int, S: int, way: str, measured: dict[str, Any]) -> dict[str, float | None]:
+    """Return the milliseconds of each part, and of what the rest has of the layers."""
+    ns = {name: points[WAYS.index(way)] for name, points in measured["ns"].items()}
+    products = measured["products"]
+    H, V, Q = s.hidden, s.vocabulary, s.heads * s.head_dim
+    TL, qk = T * s.layers, Q + s.kv_heads * s.head_dim
+    rotated = "rotation with norms" if s.qk_norm else "rotation"
+    gated = "geglu" if s.gelu else "swiglu"
+    layers = _sum(
+        [
+            _rate_ms(6 * TL * (2 * H * qk + 3 * H * s.intermediate), products),
+            _rate_ms(7 * TL * S * Q, at(measured["attention"], s.head_dim)),
+        ]
+    )
+    return {
         "logits": _sum([_rate_ms(6 * T * H * V, products), _ms(T * V, at(ns["logits"], V))]),
         "norms": _sum(
             [_ms(2 * TL * H, at(ns["norm with residual"], H)), _ms((s.norms - 2) * TL * H, at(ns["norm"], H))]
         ),
         "rotation": _ms(TL * qk, at(ns[rotated], s.head_dim)),
         "gated units": _ms(TL * s.intermediate, at(ns[gated], s.intermediate)),
-        "experts": _experts_ms(s, picks, T, ns),
-        "rest": _sum(
-            [
-                _rate_ms(linear, products),
-                _rate_ms(attention, at(measured["attention"], s.head_dim)),
-                _rate_ms(14 * parameters(s), measured["copy"]),
-            ]
-        ),
+        "experts": _experts_ms(s, TL * s.experts_per_token, T, ns),
+        "layers' products": layers,
+        "rest": _sum([layers, _rate_ms(14 * parameters(s), measured["copy"])]),
     }
-    return {part: {"gib": size[part] / 2**30, "ms": time[part]} for part in size}
 
 
 def _logits(s: Sizes, T: int, way: str, count: dict[str, float]) -> float:

@@ -41,6 +41,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--sequence", type=int, metavar="S", help="tokens of a sequence (default: 2048, or N if it is less)"
     )
     parser.add_argument("--gpu", choices=sorted(FIGURES["gpus"]), default="h200", help="the GPU (default: h200)")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="each layer is computed again in the backward pass"
+    )
     options = parser.parse_args(arguments)
     if options.tokens < 1:
         parser.error(f"argument --tokens: expected at least 1, got {options.tokens}")
@@ -77,7 +80,7 @@ def with_defaults(config: Any) -> Any:
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
-    found = estimate(options.sizes, options.tokens, options.sequence, options.gpu)
+    found = estimate(options.sizes, options.tokens, options.sequence, options.gpu, options.checkpointing)
     measured = FIGURES["gpus"][options.gpu]
     yield (
         f"{options.tokens:,} tokens in sequences of {options.sequence:,}, {parameters(options.sizes) / 1e9:.2f}e9 "
@@ -98,7 +101,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
             f"Does not fit the {MEMORY_GIB[options.gpu]} GiB of one {measured['device']}: {', '.join(too_large)}.",
             WIDTH,
         )
-    for note in notes(options.sizes, options.tokens, options.gpu):
+    for note in notes(options.sizes, options.tokens, options.gpu, options.checkpointing):
         yield from textwrap.wrap(note, WIDTH)
 
 
@@ -107,10 +110,15 @@ def cells(part: dict[str, Any]) -> str:
     return f"{part['gib']:>9.2f}{ms:>8}"
 
 
-def notes(sizes: Sizes, tokens: int, gpu: str) -> Iterator[str]:
+def notes(sizes: Sizes, tokens: int, gpu: str, checkpointing: bool) -> Iterator[str]:
     """Return what the figures leave out, and what was assumed."""
     norms = f"{sizes.norms} norms a layer" + (", and of queries and keys" if sizes.qk_norm else "")
-    yield f"Assumed: {norms}; no activation checkpointing; every token counts."
+    yield f"Assumed: {norms}; {'' if checkpointing else 'no '}activation checkpointing; every token counts."
+    if checkpointing:
+        yield (
+            "Checkpoints are the inputs of all layers, and the time of computing each again; beside them one layer is "
+            "in memory. No step with checkpointing was measured."
+        )
     yield (
         "The rest is the layers' matrix products, attention, the optimizer, and weights and moments: the same for all. "
         "The step's memory is its peak."
