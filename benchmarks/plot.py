@@ -306,7 +306,7 @@ def _growth(rows: list[dict[str, Any]], about: str, unit: str = "the floor") -> 
     time.axhline(1.0, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
     time.set_ylim(0.8, LIMIT * 1.15)  # room for the values above it
     for (size,), same in _by([row for row in rows if (_multiple(row) or 0) > LIMIT], "size"):
-        above = ", ".join(f"{_multiple(row):.1f}" for row in same)  # of all ways in one text, so that none hides another
+        above = ", ".join(f"{_multiple(row):.1f}" for row in same)  # in one text: ways do not hide one another's
         time.annotate(above, (size, LIMIT), (0, 5), textcoords="offset points", ha="center", color=FAINT)
     weighed = [row for row in rows if "error" in row or row["peak_mib"] is not None]
     if weighed:  # not on a CPU

@@ -30,7 +30,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_a_version_of_the_range(versions: dict[str, str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for versions["transformers"] in ("5.10.4", "5.24.0", "5.24.1.dev0"):
+        for versions["transformers"] in ("5.17.0", "5.24.0", "5.24.1.dev0"):
             check_version("transformers", "llmk.transformers")
 
 

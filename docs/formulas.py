@@ -13,6 +13,7 @@ FORMULAS = {
     r"\frac{\sum_h q_h w_h v_{ih}}{\sqrt{\frac1H \sum_h v_{ih}^2 + \varepsilon}}\right)",
     "sinkhorn": r"y = u\,(p + \varepsilon)\,v, \qquad p_{ij} = \frac{e^{x_{ij}}}{\sum_k e^{x_{ik}}}, \qquad "
     r"\textstyle\sum_i y_{ij} = 1, \quad \sum_j y_{ij} \approx 1",
+    "rms_linear": r"y = W\,\frac{x}{\sqrt{\frac1K \sum_k x_k^2 + \varepsilon}}",
     "read_streams": r"y = \sum_i p_i\, x_i",
     "write_streams": r"y_j = q_j\, f + \sum_i C_{ij}\, x_i",
     "swiglu": r"y = \mathrm{silu}(g)\,u = \frac{g\,u}{1 + e^{-g}}",

@@ -18,7 +18,7 @@ def version_table() -> str:
     results: dict[str, Any] = json.loads(RESULT.read_text())
     columns = list(results)
     lines = [f"| | {' | '.join(f'torch {version}' for version in columns)} |", "|---|" + "---|" * len(columns)]
-    for name in ("triton", "numpy", "transformers", "python"):
+    for name in ("triton", "numpy", "transformers", "trl", "peft", "python"):
         lines.append(_row(name, [row["versions"][name] for row in results.values()]))
     lines += [
         _row(fn.__doc__ or name, [_cell(row["checks"], name) for row in results.values()])
@@ -26,7 +26,7 @@ def version_table() -> str:
     ]
     lines.append(_row("last checked on", [row["date"] for row in results.values()]))
     lines.append(_row("commits", [_commits(row["checks"]) for row in results.values()]))
-    return "\n".join([":::{container} results", "", *lines, "", ":::", ""])
+    return "\n".join([":::{container} versions", "", *lines, "", ":::", ""])
 
 
 def _row(head: str, cells: list[str]) -> str:

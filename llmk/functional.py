@@ -49,6 +49,7 @@ from llmk.ops.softmax.attention_residual import attention_residual
 from llmk.ops.softmax.softmax import softmax
 from llmk.ops.softmax.sparsemax import sparsemax
 from llmk.ops.streams.read_streams import read_streams
+from llmk.ops.streams.rms_linear import rms_linear
 from llmk.ops.streams.sinkhorn import sinkhorn
 from llmk.ops.streams.write_streams import write_streams
 
@@ -92,6 +93,7 @@ __all__ = [
     "qk_norm_rope",
     "read_streams",
     "relu_squared",
+    "rms_linear",
     "rms_norm",
     "rms_norm_gated",
     "rope",

@@ -103,7 +103,6 @@ def check(
     dtypes: Sequence[torch.dtype] | None = None,
     only: Sequence[str] | None = None,
     skip: Sequence[str] = (),
-    promises: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> list[Result]:
     """Check every promise of an operator; `assert_passes` is the same for a test.
@@ -120,7 +119,6 @@ def check(
         dtypes: In which dtypes; all of the record's by default.
         only: Which promises, by name; all by default, but those that are only asked by name.
         skip: Which promises to leave out, by name.
-        promises: The same as `only`.
         progress: Called with a line before each check.
 
     Returns:
@@ -141,8 +139,7 @@ def check(
         if not now.sample:
             progress(str(now))
 
-    wanted = only if only is not None else promises
-    return list(checks(record, torch.device(device), dtypes, wanted, on_begin, skip=skip))
+    return list(checks(record, torch.device(device), dtypes, only, on_begin, skip=skip))
 
 
 def promise_named(name: str) -> Promise:
@@ -359,4 +356,17 @@ def _around(op: Op, device: torch.device) -> Iterator[None]:
             around.enter_context(watched())
         if device.type == "cpu" and not op.is_own:
             around.enter_context(triton_ops_as_nodes())
+        if device.type == "cuda":
+            around.enter_context(_without_tf32())
         yield
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Have cuDNN's convolutions round to float32, as products of matrices do, inside: some of its algorithms do not."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before

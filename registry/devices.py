@@ -71,9 +71,14 @@ def launches_for(warp_size: int, shared_memory: int) -> Iterator[None]:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype that autocast casts a linear layer's tensors to on this device; None if it is off."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
+
+
+@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 does not trace it
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 def kernel_context(tensor: Tensor) -> AbstractContextManager[Any]:

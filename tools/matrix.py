@@ -26,7 +26,7 @@ VERSIONS: dict[str, tuple[str, ...]] = {
     "2.11.0": (
         "triton==3.6.0",
         "numpy<2.4",  # with numpy 2.4 that Triton's interpreter fails at any loop
-        "transformers==5.10.4",
+        "transformers==5.17.0",
         "trl==1.16.0",
         "peft==0.21.0",
     ),

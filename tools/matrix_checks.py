@@ -13,11 +13,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 FEW = ("rms_norm", "cross_entropy", "fused_linear_ce", "swiglu", "rope")
 """Operators of five families: a plain kernel, a loss, an opaque driver, one that a graph decomposes, two outputs."""
@@ -35,30 +35,27 @@ def _opcheck(*arguments: str) -> None:
 
 def imports() -> None:
     """`import llmk`, and the versions"""
-    import numpy
-    import transformers
-
     from llmk.registry import OPS
 
     assert len(OPS) > 0
-    modules = {"torch": torch, "triton": triton, "numpy": numpy, "transformers": transformers}
-    versions = {"python": platform.python_version()} | {name: module.__version__ for name, module in modules.items()}
-    print(json.dumps(versions))
+    packages = ("triton", "numpy", "transformers", "trl", "peft")
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    print(json.dumps(versions | {name: metadata.version(name) for name in packages}))
 
 
 def numbers() -> None:
     """values and gradients of every operator, plain PyTorch on a CPU"""
-    _opcheck("--path", "reference", "--promise", "values_and_gradients")
+    _opcheck("--path", "reference", "--only", "values_and_gradients")
 
 
 def interpreter() -> None:
     """values and gradients of every operator's kernels in Triton's interpreter"""
-    _opcheck("--path", "interpreter", "--promise", "values_and_gradients")
+    _opcheck("--path", "interpreter", "--only", "values_and_gradients")
 
 
 def compiled() -> None:
     """Inductor: operators of five families in one graph with neighbours"""
-    _opcheck(*FEW, "--path", "reference", "--promise", "compiled", "--promise", "no_recompile")
+    _opcheck(*FEW, "--path", "reference", "--only", "compiled,no_recompile")
 
 
 def opcheck() -> None:

@@ -148,6 +148,16 @@ def test_growth_on_a_cpu(tmp_path: Path) -> None:
     assert {"llmk eager", "torch compiled", "columns"} <= set(texts(tmp_path / "softmax-columns.svg"))
 
 
+def test_values_above_a_curve_are_one_text(tmp_path: Path) -> None:
+    about = {"op": "rope", "against": "tokens", "fixed": "8 heads", "floor_full_ms": 1.0, "peak_mib": 1.0}
+    times = {("llmk eager", 512): 3.43, ("torch compiled", 512): 3.5, ("llmk eager", 1024): 2.0}
+    rows = [about | {"way": way, "size": size, "full_ms": ms} for (way, size), ms in times.items()]
+    assert plot.main([str(write(tmp_path, rows)), "--out", str(tmp_path)]) == 0
+    assert [text for text in texts(tmp_path / "rope-tokens.svg") if text.startswith("3.") and text != "3.0"] == [
+        "3.4, 3.5"
+    ]
+
+
 @pytest.mark.parametrize("curve", growth.CURVES, ids=lambda curve: f"{curve.op}-{curve.against}")
 def test_every_curve_grows(curve: growth.Curve) -> None:
     op = OPS[curve.op]

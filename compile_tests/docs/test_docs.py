@@ -135,6 +135,15 @@ def test_pages_of_operators_are_for_users(monkeypatch: pytest.MonkeyPatch) -> No
     assert "missed" in page.targets()
 
 
+def test_a_page_of_an_operator_says_once_what_it_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from llmk.registry import OPS
+
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    page = pytest.importorskip("op_pages").op_page(OPS["rope"], tmp_path)
+    assert page.count("Rotate queries and keys by their positions' angles") == 1
+    assert page.index("Rotate queries and keys by") < page.index("## Reference") < page.index(".. py:function::")
+
+
 def test_the_gallery_is_what_the_backend_makes() -> None:
     """The graph of one of its models is made again."""
     gallery = pytest.importorskip("tools.gallery")

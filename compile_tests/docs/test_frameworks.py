@@ -1,9 +1,11 @@
 """Checks what docs/frameworks.md says of each framework, where it is installed: losses and gradients stay as they were.
 
-No framework is a part of the `test` extra, as each wants its own releases of the others' packages.
+No framework is a part of the `test` extra, as each wants its own releases of the others' packages: `tools.frameworks`
+installs them.
 """
 
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import llmk
 from compile_tests.helpers.pages import ROOT, blocks
+from tools.frameworks import FRAMEWORKS, RESULT
 
 PAGE = ROOT / "docs" / "frameworks.md"
 TOKENS = torch.randint(0, 250, (2, 16))
@@ -39,6 +42,15 @@ def step(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[Tensor]:
 def require_same(found: list[Tensor], right: list[Tensor]) -> None:
     assert len(found) == len(right)
     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+
+
+def test_the_page_has_the_releases_that_ran() -> None:
+    results = json.loads(RESULT.read_text())
+    assert results.keys() == FRAMEWORKS.keys()
+    for name, (release, *_) in FRAMEWORKS.items():
+        assert results[name]["passed"], name
+        assert release.endswith(f"=={results[name]['version']}")
+        assert f"| {results[name]['version']}: " in PAGE.read_text()
 
 
 HIDDEN = torch.randn(2, 16, 256)

@@ -24,6 +24,8 @@ FAMILIES = {
 class Around(nn.Module):
     """A hyper-connection around a layer, as the families' decoder layers have it."""
 
+    attn_hc: Any
+
     def __init__(self, connection: nn.Module) -> None:
         super().__init__()
         self.attn_hc = connection
@@ -82,7 +84,7 @@ def test_values_and_gradients(family: str, dtype: torch.dtype, compiled: bool, d
     patched = copy.deepcopy(own)
     report = patch(patched)
     found = {(entry.name, entry.text) for entry in report.entries if entry.kind == "streams"}
-    assert found == {("", "write_streams"), ("attn_hc", "read_streams, sinkhorn")}
+    assert found == {("", "write_streams"), ("attn_hc", "read_streams, rms_linear, sinkhorn")}
     exact = Exact(copy.deepcopy(own.attn_hc)).double()
     function = torch.compile(patched, backend="aot_eager", fullgraph=True) if compiled else patched
     x = torch.randn(2, 5, N, H, device=device).to(dtype)
@@ -95,7 +97,6 @@ def test_values_and_gradients(family: str, dtype: torch.dtype, compiled: bool, d
 
 def test_what_does_not_fit_runs_as_it_is_written(device: torch.device) -> None:
     own = around("deepseek_v4").to(device).double()
-    own.attn_hc.hc_mult = N
     patched = copy.deepcopy(own)
     patch(patched)
     x = torch.randn(2, 5, N, H, device=device, dtype=torch.float64)
@@ -119,5 +120,5 @@ def test_a_model_has_them_in_every_layer(monkeypatch: pytest.MonkeyPatch, device
     for name in called:
         monkeypatch.setattr(streams.functional, name, functools.partial(counted, name))
     got = model(input_ids=ids, use_cache=False).last_hidden_state
-    assert called == {"sinkhorn": 4, "read_streams": 5, "write_streams": 4}
+    assert called == {"rms_linear": 4, "sinkhorn": 4, "read_streams": 5, "write_streams": 4}
     torch.testing.assert_close(got, want)

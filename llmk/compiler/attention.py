@@ -49,12 +49,10 @@ class Repeated(Pattern):
         axis = 1
         transposed = arguments(value, "self", "dim0", "dim1") if name_of(value) == "transpose" else None
         if transposed is not None and {transposed["dim0"] % 4, transposed["dim1"] % 4} == {1, 2}:
-            match, value, axis = match.with_node(value), transposed["self"], 2
+            match, value, axis = match.with_nodes(value), transposed["self"], 2
         nodes, source = repeated(value, axis)
         if source is not None:
-            for node in nodes:
-                match = match.with_node(node)
-            for inner in match.bind(self.name, source):
+            for inner in match.with_nodes(*nodes).bind(self.name, source):
                 yield from inner.bind(f"{self.name}_axis", axis)
 
 

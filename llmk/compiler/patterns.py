@@ -72,6 +72,11 @@ def value_of(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors that a node gives: one, those of a tuple, or none."""
+    return [x for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, Tensor)]
+
+
 def same(a: Any, b: Any) -> bool:
     """Return True if two sizes are known to be equal, whatever their symbols are."""
     return statically_known_true(a == b)
@@ -177,9 +182,9 @@ class Match:
             return self.same(a) is self.same(b)
         return a is b or _equal(a, b)
 
-    def with_node(self, node: Node) -> "Match":
-        """Return the match with this node taken in."""
-        return replace(self, nodes=(*self.nodes, node))
+    def with_nodes(self, *nodes: Node) -> "Match":
+        """Return the match with these nodes taken in."""
+        return replace(self, nodes=(*self.nodes, *nodes))
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -278,7 +283,7 @@ class Call(Pattern):
             (a, x), (b, y), *rest = pairs
             orders.append([(a, y), (b, x), *rest])
         for order in orders:
-            yield from _find_all(order, match.with_node(value))
+            yield from _find_all(order, match.with_nodes(value))
 
 
 @dataclass(frozen=True)
@@ -292,9 +297,7 @@ class Result(Pattern):
         item = item_of(value)
         if item is not None and item[1] == self.index:
             unread = (user for user in item[0].users if item_of(user) is not None and not user.users)
-            for node in (value, *unread):
-                match = match.with_node(node)
-            yield from find(self.pattern, item[0], match)
+            yield from find(self.pattern, item[0], match.with_nodes(value, *unread))
 
 
 class Either(Pattern):
@@ -318,7 +321,7 @@ class View(Pattern):
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         source = self.source(value)
         if source is not None:
-            yield from find(self.pattern, source, match.with_node(value))
+            yield from find(self.pattern, source, match.with_nodes(value))
 
 
 @dataclass(frozen=True)
@@ -330,7 +333,7 @@ class Through(Pattern):
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         while (source := self.source(value)) is not None:
-            match, value = match.with_node(value), source
+            match, value = match.with_nodes(value), source
         yield from find(self.pattern, value, match)
 
 
@@ -366,7 +369,7 @@ class Cast(Pattern):
                     break
                 rounded = (*rounded, value_of(value).dtype)
             widened = widened or value_of(source).dtype.itemsize < value_of(value).dtype.itemsize
-            match, value = match.with_node(value), source
+            match, value = match.with_nodes(value), source
         else:
             stops.append((rounded, match, value))
         for dtypes, before, at in reversed(stops):
@@ -423,64 +426,63 @@ def part_nodes(node: Node) -> tuple[Node, ...]:
 
 @dataclass(frozen=True)
 class Half(Pattern):
-    """The first half of the last axis of the pattern, or the second."""
+    """The first half of the last axis of the pattern, or the second.
+
+    The features 0, 2, ... are the first interleaved half, and 1, 3, ... the second.
+    """
 
     pattern: Any
     second: bool
+    interleaved: bool = False
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for inner, source in _taken_apart(value, match, -2, int(self.second)):
-            yield from find(self.pattern, source, inner)
-        part = range_of(value)
-        if part is not None:
-            source, start, stop = part
-            width = value_of(source).shape[-1]
-            if (2 * start, 2 * stop) == ((width, 2 * width) if self.second else (0, width)):
-                for node in part_nodes(value):
-                    match = match.with_node(node)
-                yield from find(self.pattern, source, match)
+        found = _taken_apart(value, -1 if self.interleaved else -2, self.second)
+        found = found or (_every_other_of(value, self.second) if self.interleaved else _side_of(value, self.second))
+        if found is not None:
+            source, *nodes = found
+            yield from find(self.pattern, source, match.with_nodes(*nodes))
 
 
-@dataclass(frozen=True)
-class EveryOther(Pattern):
-    """The features 0, 2, ... of the last axis of the pattern, or 1, 3, ..."""
-
-    pattern: Any
-    odd: bool
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for inner, source in _taken_apart(value, match, -1, int(self.odd)):
-            yield from find(self.pattern, source, inner)
-        given = arguments(value, "self", "dim", "start", "end", "step") if name_of(value) == "slice" else None
-        if given is None or not is_last(given["dim"], value_of(given["self"])):
-            return
-        width = value_of(given["self"]).shape[-1]
-        end = width if given["end"] is None else given["end"]
-        to_the_end = isinstance(width, int) and width % 2 == 0 and isinstance(end, int) and end >= width
-        if to_the_end and (bounded(given["start"], width), given["step"]) == (int(self.odd), 2):
-            yield from find(self.pattern, given["self"], match.with_node(value))
+def _side_of(node: Any, second: bool) -> tuple[Node, ...] | None:
+    """Return the tensor half of whose last axis a node is, and the nodes that take it."""
+    part = range_of(node)
+    if part is None:
+        return None
+    source, start, stop = part
+    width = value_of(source).shape[-1]
+    is_it = (2 * start, 2 * stop) == ((width, 2 * width) if second else (0, width))
+    return (source, *part_nodes(node)) if is_it else None
 
 
-def _taken_apart(value: Any, match: Match, axis: int, index: int) -> Iterator[tuple[Match, Node]]:
-    """Yield the tensor whose last axis was viewed as two, `[..., 2]` or `[2, ...]`, and then split along the two."""
-    item = item_of(value)
-    chooser = value if item is None else item[0]
+def _every_other_of(node: Any, odd: bool) -> tuple[Node, ...] | None:
+    """Return the tensor of which a node is every other feature, and the node."""
+    given = arguments(node, "self", "dim", "start", "end", "step") if name_of(node) == "slice" else None
+    if given is None or not is_last(given["dim"], value_of(given["self"])):
+        return None
+    width = value_of(given["self"]).shape[-1]
+    end = width if given["end"] is None else given["end"]
+    to_the_end = isinstance(width, int) and width % 2 == 0 and isinstance(end, int) and end >= width
+    is_it = to_the_end and (bounded(given["start"], width), given["step"]) == (int(odd), 2)
+    return (given["self"], node) if is_it else None
+
+
+def _taken_apart(node: Any, axis: int, index: int) -> tuple[Node, ...] | None:
+    """Return the tensor whose last axis was viewed as two, `[..., 2]` or `[2, ...]`, and the nodes that take a part."""
+    item = item_of(node)
+    chooser = node if item is None else item[0]
     if name_of(chooser) != ("select" if item is None else "unbind"):
-        return
+        return None
     given = arguments(chooser, "self", "dim", "index")
-    if given is None or given.get("index", index if item is None else item[1]) != index:
-        return
-    if item is not None and item[1] != index:
-        return
+    if given is None or (given["index"] if item is None else item[1]) != index:
+        return None
     wide = given["self"]
     source = reshape_of(wide)
     if source is None or given["dim"] not in (axis, value_of(wide).dim() + axis):
-        return
+        return None
     before, after = value_of(source).shape, list(value_of(wide).shape)
     if after.pop(axis) != 2 or len(after) != len(before) or not same_shape(after[:-1], before[:-1]):
-        return
-    match = match.with_node(value) if item is None else match.with_node(value).with_node(chooser)
-    yield match.with_node(wide), source
+        return None
+    return source, *part_nodes(node), wide
 
 
 def reshape_of(node: Any) -> Node | None:

@@ -131,7 +131,7 @@ class Mean(Pattern):
             return
         if isinstance(count, int):  # a trial with another size would need another number
             match = replace(match, sizes=(*match.sizes, count))
-        yield from find(self._over_axes("sum"), total, match.with_node(value))
+        yield from find(self._over_axes("sum"), total, match.with_nodes(value))
 
     def _over_axes(self, name: str) -> Pattern:
         return Call(name, self.pattern, self.dim, self.keepdim, dtype=IN_FLOAT32)
@@ -171,7 +171,7 @@ class Einsum(Pattern):
         for of_input, tensor, of_matrix, matrix in ((a, x, b, y), (b, y, a, x)):
             pattern = self._matrix(of_input, of_matrix, result) if arrow else None
             if pattern is not None:
-                for inner in find(self.input, tensor, match.with_node(value)):
+                for inner in find(self.input, tensor, match.with_nodes(value)):
                     yield from find(pattern, matrix, inner)
 
     def _matrix(self, of_input: str, of_matrix: str, result: str) -> Any:
@@ -219,7 +219,7 @@ class AtPlaces(Pattern):
         if all(isinstance(x, Node) and _is_whole(x) for x in given["indices"]) and self._are_ranges(
             value, ranges, rows
         ):
-            for inner in find(self.pattern, given["self"], match.with_node(value)):
+            for inner in find(self.pattern, given["self"], match.with_nodes(value)):
                 yield from find(self.index, last, inner)
 
     @staticmethod
@@ -264,9 +264,7 @@ class _RowOf(Pattern):
         if given is None or given["dim"] != 0 or given.get("index", index) != self.row:
             return
         if same(value_of(given["self"]).shape[0], self.rows):
-            for node in {value, item}:
-                match = match.with_node(node)
-            yield from match.bind(self.name, given["self"])
+            yield from match.with_nodes(*{value, item}).bind(self.name, given["self"])
 
 
 @dataclass(frozen=True)
@@ -281,7 +279,7 @@ class EachRow(Pattern):
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         given = arguments(value, "tensors", "dim") if name_of(value) == "stack" else None
         if given is not None and given["dim"] == 0:
-            yield from self._find_rows(given["tensors"], 0, match.with_node(value))
+            yield from self._find_rows(given["tensors"], 0, match.with_nodes(value))
 
     def _find_rows(self, rows: Any, first: int, match: Match) -> Iterator[Match]:
         if first == len(rows):

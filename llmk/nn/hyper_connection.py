@@ -6,17 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.ops.streams.tiles import MAX_STREAMS
 from llmk.registry import check_dtype, check_not_negative, check_size
+
+MAX_STREAMS = 7
+"""More have more weights than `rms_linear` has outputs."""
 
 
 def stream_weights(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, iterations: int, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return p `[..., N]`, q `[..., N]` and C `[..., N, N]` of `HyperConnection` for each token, in float32."""
-    n, row = streams.shape[-2], streams.flatten(-2).float()
-    rstd = torch.rsqrt(row.square().mean(-1, keepdim=True) + norm_eps)
-    logits = nn.functional.linear(row, fn.float()) * rstd
+    n = streams.shape[-2]
+    logits = functional.rms_linear(streams.flatten(-2), fn, norm_eps)
     sizes = (n, n, n * n)
     parts = zip(logits.split(sizes, -1), base.float().split(sizes), scale.float().unbind(), strict=True)
     read, write, mix = (part * factor + start for part, start, factor in parts)
@@ -36,8 +37,8 @@ class HyperConnection(nn.Module):
         y_j = q_j * f(sum_i p_i * x_i) + sum_i C_ij * x_i
 
     where sinkhorn divides the softmax of each row by the sums of columns and of rows in turn. All is float32, and what
-    the layer reads and the streams are rounded to the dtype of x. `llmk.functional` has `sinkhorn`, the sum that the
-    layer reads as `read_streams` and the last line as `write_streams`; the product with fn is PyTorch's.
+    the layer reads and the streams are rounded to the dtype of x. `llmk.functional` has n @ fn.T as
+    `rms_linear`, `sinkhorn`, the sum that the layer reads as `read_streams`, and the last line as `write_streams`.
 
     Call it with the streams, `[..., N, H]` in float32, float16 or bfloat16, and the layer, a function of `[..., H]` in
     their dtype that keeps the shape; the new streams have the shape and dtype of the old.
@@ -47,7 +48,7 @@ class HyperConnection(nn.Module):
 
     Args:
         hidden_size: H.
-        streams: N, at most 16.
+        streams: N, at most 7.
         iterations: Of Sinkhorn and Knopp's algorithm, each a division by the sums of rows and one by those of columns.
         eps: Added to p, to the softmax and to the sums that are divided by, at least 0.
         norm_eps: Added to the mean square, at least 0.

@@ -1,6 +1,6 @@
 """llmk in Hugging Face models: `patch(model)` is all there is to do.
 
-Needs the package `transformers`, 5.10.4 or newer; nothing else in llmk does.
+Needs the package `transformers`, 5.17 or newer; nothing else in llmk does.
 """
 
 from llmk._loading import require

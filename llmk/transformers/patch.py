@@ -100,8 +100,8 @@ def patch(
         experts: The experts of mixtures in packed weights, whole.
         rope: The rotary embedding of queries and keys.
         residuals: A residual sum and the RMSNorm that follows it, in one.
-        streams: Hyper-connections: Sinkhorn's projection, what a layer reads of several residual streams, and what
-            they become.
+        streams: Hyper-connections: the product with the normalized residual streams, where norms are replaced too,
+            Sinkhorn's projection, what a layer reads of the streams, and what they become.
         convolutions: The short causal convolution before a recurrence, and its update by one token.
         recurrences: The gated delta rule, also Kimi Linear's, over chunks of tokens and by one token, and the scan of
             Mamba-2 over chunks.

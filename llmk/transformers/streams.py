@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
+from llmk.ops.streams.rms_linear import MAX_OUTPUTS
 from llmk.ops.streams.sinkhorn import MAX_SIZE
 from llmk.ops.streams.tiles import MAX_STREAMS
 from llmk.registry.record import FLOAT_DTYPES
+from llmk.transformers.classes import changes_of
+from llmk.transformers.guards import is_hooked
 from llmk.transformers.rewrite import Edit, Source
 
 SINKHORN = """
@@ -25,11 +28,18 @@ for _ in range(ITERATIONS - 1):
     MATRIX = MATRIX / (MATRIX.sum(dim=-1, keepdim=True) + EPS)
     MATRIX = MATRIX / (MATRIX.sum(dim=-2, keepdim=True) + EPS)
 """
+PROJECTION = """
+ROWS = INPUT.float()
+ROWS = NORM(ROWS)
+ROWS = F.linear(ROWS, WEIGHT.float())
+"""
 READ = "(WEIGHTS.unsqueeze(-1) * STREAMS).sum(dim=2).to(STREAMS.dtype)"
 WRITE = (
     "WEIGHTS.to(DTYPE).unsqueeze(-1) * OUTPUT.unsqueeze(-2) + torch.matmul(MATRIX.to(DTYPE).transpose(-1, -2), STREAMS)"
 )
 """Names in capitals stand for any expression, one name for the same one everywhere."""
+KNOWN = {"torch": torch, "F": nn.functional}
+"""What the other names of these patterns stand for."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +60,18 @@ class Streams(Edit):
 
 
 def find_streams(module: nn.Module, source: Source) -> Streams | None:
-    if source.scope.get("torch") is not torch:
+    if any(source.scope.get(name, known) is not known for name, known in KNOWN.items()):
         return None
     expressions = _Expressions()
     expressions.visit(copy.deepcopy(source.definition))
     return Streams(tuple(sorted(expressions.found))) if expressions.found else None
+
+
+def rms_linear(norm: Any, input: Any, weight: Any) -> Any:
+    projects = any(change.projects for change in changes_of(norm)) and not is_hooked(norm)
+    if projects and _is_float(input) and _is_float(weight) and 1 <= len(weight) <= MAX_OUTPUTS:
+        return norm(input, projection=weight)
+    return nn.functional.linear(norm(input.float()), weight.float())
 
 
 def sinkhorn(logits: Any, iterations: Any, eps: Any) -> Any:
@@ -95,6 +112,7 @@ def _are_streams(value: Any) -> bool:
 
 
 CALLED: dict[str, Callable[..., Any]] = {
+    "rms_linear": rms_linear,
     "sinkhorn": sinkhorn,
     "read_streams": read_streams,
     "write_streams": write_streams,
@@ -112,21 +130,25 @@ class _Expressions(ast.NodeTransformer):
         for field in ("body", "orelse"):
             statements = getattr(node, field, None)
             if isinstance(statements, list):
-                setattr(node, field, [*self._sinkhorn(statements)])
+                for block in _BLOCKS:
+                    statements = [*self._replaced(statements, *block)]
+                setattr(node, field, statements)
         return node
 
-    def _sinkhorn(self, statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    def _replaced(
+        self, statements: list[ast.stmt], operator: str, pattern: list[ast.stmt], target: str, *names: str
+    ) -> Iterator[ast.stmt]:
         i = 0
         while i < len(statements):
-            given = _fits(_SINKHORN, statements[i : i + len(_SINKHORN)])
-            if given is None or not isinstance(given["MATRIX"], ast.Name):
+            given = _fits(pattern, statements[i : i + len(pattern)])
+            name = None if given is None else given[target]
+            if given is None or not isinstance(name, ast.Name):
                 yield statements[i]
                 i += 1
                 continue
-            target = ast.Name(given["MATRIX"].id, ast.Store())
-            call = self._call("sinkhorn", given["LOGITS"], given["ITERATIONS"], given["EPS"])
-            yield ast.copy_location(ast.Assign([target], call), statements[i])
-            i += len(_SINKHORN)
+            call = self._call(operator, *(given[argument] for argument in names))
+            yield ast.copy_location(ast.Assign([ast.Name(name.id, ast.Store())], call), statements[i])
+            i += len(pattern)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         given = _fits(_READ, node)
@@ -145,7 +167,11 @@ class _Expressions(ast.NodeTransformer):
         return ast.Call(ast.Name(f"llmk_{operator}", ast.Load()), [*arguments], [])
 
 
-_SINKHORN = ast.parse(SINKHORN).body
+_BLOCKS = (
+    ("sinkhorn", ast.parse(SINKHORN).body, "MATRIX", "LOGITS", "ITERATIONS", "EPS"),
+    ("rms_linear", ast.parse(PROJECTION).body, "ROWS", "NORM", "INPUT", "WEIGHT"),
+)
+"""Statements, the name that they give a value to, and what their operator takes."""
 _READ, _WRITE = (ast.parse(text, mode="eval").body for text in (READ, WRITE))
 
 
@@ -156,7 +182,7 @@ def _fits(pattern: Any, node: Any) -> dict[str, ast.expr] | None:
 
 
 def _is_like(pattern: Any, node: Any, given: dict[str, ast.expr]) -> bool:
-    if isinstance(pattern, ast.Name) and pattern.id.isupper():
+    if isinstance(pattern, ast.Name) and pattern.id.isupper() and pattern.id not in KNOWN:
         known = given.setdefault(pattern.id, node)
         return isinstance(node, ast.expr) and ast.unparse(known) == ast.unparse(node)
     if isinstance(pattern, list):

@@ -23,6 +23,7 @@ from llmk.opcheck.calls import (
     representatives,
     require_accurate,
     resized,
+    traced_kinds,
 )
 from llmk.opcheck.foreign.adapters import Adapted, declared_aliases, registered, returns_alias
 from llmk.opcheck.inputs import (
@@ -42,7 +43,7 @@ from llmk.registry import Op, Sample, set_short_path_enabled
 
 
 def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
-    """torch.library.opcheck with all of its test utilities; a sample of each kind will do after float32.
+    """torch.library.opcheck with all of its test utilities; samples of each choice will do after float32.
 
     Of these only the first is traced with fixed sizes too: `compiled_samples` traces one of each kind so.
     """
@@ -56,7 +57,7 @@ def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
     if returns_alias(op):
         utilities = utilities[:3]  # AOTAutograd takes no alias that is not of PyTorch's own operators
     in_float32 = float_dtype(op, samples[0]) == torch.float32
-    for place, sample in enumerate(samples if in_float32 else representatives(op, samples)):
+    for place, sample in enumerate(samples if in_float32 else traced_kinds(op, samples)):
         if any(result is not None and bool(result.isnan().any()) for result in call(op, sample).results()):
             continue  # torch.library.opcheck holds NaN unequal to itself; the accuracy rule does look at it
         args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))

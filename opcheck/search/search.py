@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from llmk.opcheck.calls import call, incoming_gradients
+from llmk.opcheck.inputs import tensors_of
 from llmk.opcheck.reference import reference_for
 from llmk.opcheck.runner import Check, Result, RunningCheck, path_taken
 from llmk.opcheck.search.cases import Case, Cases
@@ -37,14 +38,11 @@ class Found:
     finding: Finding
 
     def __str__(self) -> str:
-        numbers = max((value.numel() for value in _tensors(self)), default=0)
+        tensors = tensors_of(self.op, self.shrunk.sample).values()
+        numbers = max((tensor.numel() for tensor in tensors), default=0)
         program = snippet(self.op, self.shrunk) if numbers <= MOST_NUMBERS else "(more numbers than can be read)"
         indented = "\n".join(f"    {line}" for line in program.splitlines())
         return f"{self.finding.kind}: {self.finding.message}\n  {self.drawn.sample}\n{indented}"
-
-
-def _tensors(found: Found) -> list[torch.Tensor]:
-    return [v for v in found.op.bind(found.shrunk.sample).values() if isinstance(v, torch.Tensor)]
 
 
 @dataclass

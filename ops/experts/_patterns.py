@@ -19,7 +19,6 @@ from llmk.compiler.patterns import (
     Call,
     Cast,
     Either,
-    EveryOther,
     GraphBuilder,
     Half,
     KeywordArg,
@@ -87,7 +86,7 @@ class _TokenOfPair(Pattern):
             if column is None or column["dim"] not in (1, -1) or not _counts(column["self"]):
                 continue
             if value_of(wide).dim() == 2:
-                yield from inner.with_node(token).with_node(column["self"]).bind("top_k", value_of(wide).shape[1])
+                yield from inner.with_nodes(token, column["self"]).bind("top_k", value_of(wide).shape[1])
 
 
 class _Inverse(Pattern):
@@ -100,7 +99,7 @@ class _Inverse(Pattern):
             return
         memory, indices, positions = given["self"], given["indices"], given["values"]
         if name_of(memory) in ("empty_like", "zeros_like", "empty", "zeros") and _counts(positions):
-            for inner in find([PERM], indices, match.with_node(value).with_node(memory).with_node(positions)):
+            for inner in find([PERM], indices, match.with_nodes(value, memory, positions)):
                 if all(same_shape(value_of(x).shape, value_of(indices[0]).shape) for x in (memory, positions)):
                     yield inner
 
@@ -150,8 +149,8 @@ def _gated_unit(gate: Pattern, up: Pattern) -> Pattern:
 
 def _gated_units() -> Iterator[Pattern]:
     rows = KeywordArg("rows")
-    for interleaved, parts in ((False, Half), (True, EveryOther)):
-        gate, up = Cast(parts(rows, False)), Cast(parts(rows, True))
+    for interleaved in (False, True):
+        gate, up = Cast(Half(rows, False, interleaved)), Cast(Half(rows, True, interleaved))
         yield With("interleaved", interleaved, _gated_unit(gate, up))
         gate = Cast(Call("clamp", gate, max=Number("limit")))
         up = Cast(Call("clamp", up, Number("least"), Number("limit")))

@@ -243,8 +243,9 @@ def _(grad_weights, grad_sums, grad_squares, input, counted, indices, scoring, n
 def _(input: Tensor, counted: Tensor | None, bias: Tensor | None, top_k: int, *options) -> Result:
     *sequences, T, E = input.shape
     chosen, of_experts = (*sequences, T, top_k), (*sequences, E)
-    sums = (input.new_empty(shape, dtype=torch.float32) for shape in (chosen, of_experts, sequences))
-    return *sums, *(input.new_empty(shape, dtype=torch.int64) for shape in (chosen, of_experts))
+    weights, sums, squares = (input.new_empty(s, dtype=torch.float32) for s in (chosen, of_experts, sequences))
+    indices, counts = (input.new_empty(shape, dtype=torch.int64) for shape in (chosen, of_experts))
+    return weights, sums, squares, indices, counts
 
 
 router_topk_sums_fwd.register_sharding(replicate_only)

@@ -59,7 +59,7 @@ class _Rows(Pattern):
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         while (source := _rows_before(value)) is not None:
             rows = (*match.values.get("rows", ()), value)
-            match, value = replace(match, values={**match.values, "rows": rows}).with_node(value), source
+            match, value = replace(match, values={**match.values, "rows": rows}).with_nodes(value), source
         yield from find(self.pattern, value, match)
 
 
@@ -104,7 +104,7 @@ class _Scaled(Pattern):
             return
         factor = number if name == "mul" else 1 / number
         scale = match.values.get("scale", 1.0) * factor
-        yield from self.find(given["self"], replace(match, values={**match.values, "scale": scale}).with_node(value))
+        yield from self.find(given["self"], replace(match, values={**match.values, "scale": scale}).with_nodes(value))
 
 
 def _logits() -> Pattern:

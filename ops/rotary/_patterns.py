@@ -10,7 +10,6 @@ from llmk.compiler.patterns import (
     Call,
     Cast,
     Either,
-    EveryOther,
     GraphBuilder,
     Half,
     Input,
@@ -49,7 +48,7 @@ def _rotated(name: str) -> Pattern:
     """Match x * cos + rotate(x) * sin, where cos and sin have the width of x."""
     x = Input(KeywordArg(name))
     a, b = Half(x, second=False), Half(x, second=True)
-    even, odd = EveryOther(x, odd=False), EveryOther(x, odd=True)
+    even, odd = Half(x, second=False, interleaved=True), Half(x, second=True, interleaved=True)
     halves = With("backwards", False, _side_by_side([Call("neg", b), a])) | With(
         "backwards", True, _side_by_side([b, Call("neg", a)])
     )
@@ -68,8 +67,8 @@ def _times(x: Pattern, angle: Pattern) -> Pattern:
 def _by_halves(name: str) -> Pattern:
     """Match the two halves of the result side by side, where cos and sin have the width of a half."""
     x, found = Input(KeywordArg(name)), []
-    for of_pairs, part in ((False, Half), (True, EveryOther)):
-        a, b = (Cast(part(x, second)) for second in (False, True))
+    for of_pairs in (False, True):
+        a, b = (Cast(Half(x, second, of_pairs)) for second in (False, True))
         a_cos, a_sin, b_cos, b_sin = (Call("mul", y, angle) for y in (a, b) for angle in (_cos, _sin))
         minus_a, minus_b = (Call("mul", y, Call("neg", _sin)) for y in (a, b))
         ahead = Call("sub", a_cos, b_sin) | Call("add", a_cos, minus_b), Call("add", b_cos, a_sin)

@@ -47,7 +47,7 @@ def write_streams_kernel(
     f = tl.load(f_ptr + token * f_stride + cols, mask=cols < H, other=0.0).to(tl.float32)
     q = tl.load(q_ptr + token * N + streams, mask=streams < N, other=0.0).to(tl.float32)
     y = q[:, None] * f[None, :]
-    for i in tl.static_range(N):
+    for i in tl.static_range(N):  # pyright: ignore[reportGeneralTypeIssues]
         x = tl.load(x_ptr + (token * N + i) * x_stride + cols, mask=cols < H, other=0.0).to(tl.float32)
         of_x = tl.load(mix_ptr + (token * N + i) * N + streams, mask=streams < N, other=0.0).to(tl.float32)
         y += of_x[:, None] * x[None, :]

@@ -112,10 +112,10 @@ def logits_kernel(
     """Compute tiles of x W^T, and of their rows either exponentials with their sums, or GRADIENTS.
 
     `row [4, M]` has the rows' references and the coefficients of gradients; a reference of +inf is a row that does not
-    count. `part [4, tiles, M]` gets the sums of exponentials, the largest logit of the tile, with MOMENTS their moments,
-    and with class weights weighted logits. The sums are relative to the reference with DIRECT, which takes less time
-    and is no sum for a row that is FAR, else as `add_exponentials` has them. With a `place` a row of x is that row of
-    all others.
+    count. `part [4, tiles, M]` gets the sums of exponentials, the largest logit of the tile, with MOMENTS their
+    moments, and with class weights weighted logits. The sums are relative to the reference with DIRECT, which takes
+    less time but is of no use for a row that is FAR, else as `add_exponentials` has them. With a `place` a row of x is
+    that row of all others.
     Columns `out [M, K]` are left out besides a row's own, those of a tile from `first_out [tiles + 1, M]` on.
     """
     end = tl.load(count_ptr)

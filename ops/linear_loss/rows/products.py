@@ -137,7 +137,8 @@ def launch_logits(
         0 if left_out is None else left_out.shape[1], rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(),
         0 if p is None else p.stride(0),
         *transform.numbers,
-        GRADIENTS=gradients, MOMENTS=moments, DIRECT=are_direct(moments, left_out), ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
+        GRADIENTS=gradients, MOMENTS=moments, DIRECT=are_direct(moments, left_out), ROUNDED=transform.rounded,
+        FLOAT16=rows.x.dtype == torch.float16,
         DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET,
         PROGRAMS=programs, PIECES=pieces, FLATTEN=flatten, **tile.arguments(),
     )  # fmt: skip
