@@ -80,10 +80,10 @@ BUT_LOSSES = import llmk.ops; from llmk.registry import OPS; print(*(n for n, op
 ci: lint test
 	$(PY) -m llmk.opcheck --path reference --dtype bfloat16
 	$(PY) -m llmk.opcheck $$($(PY) -c '$(BUT_LOSSES)') \
-	  --path interpreter --dtype bfloat16 --promise in_bounds --promise any_program_order \
-	  --promise long_offsets --promise every_kernel_ends --promise every_element_written --promise no_float_atomics
+	  --path interpreter --dtype bfloat16 \
+	  --only in_bounds,any_program_order,long_offsets,every_kernel_ends,every_element_written,no_float_atomics
 	$(PY) -m llmk.opcheck $$($(PY) -c '$(LOSSES)') \
-	  --path interpreter --dtype bfloat16 --promise far_rows --promise strided_inputs
+	  --path interpreter --dtype bfloat16 --only far_rows,strided_inputs
 	$(PY) examples/train.py --preset nano --out runs/ci
 
 ifneq ($(strip $(VENV)),)

@@ -11,6 +11,11 @@ FORMULAS = {
     "sparsemax": r"y_i = \max(x_i - \tau, 0), \qquad \textstyle\sum_i y_i = 1",
     "attention_residual": r"y = \sum_i a_i\, v_i, \qquad a = \mathrm{softmax}_i\left("
     r"\frac{\sum_h q_h w_h v_{ih}}{\sqrt{\frac1H \sum_h v_{ih}^2 + \varepsilon}}\right)",
+    "sinkhorn": r"y = u\,(p + \varepsilon)\,v, \qquad p_{ij} = \frac{e^{x_{ij}}}{\sum_k e^{x_{ik}}}, \qquad "
+    r"\textstyle\sum_i y_{ij} = 1, \quad \sum_j y_{ij} \approx 1",
+    "rms_linear": r"y = W\,\frac{x}{\sqrt{\frac1K \sum_k x_k^2 + \varepsilon}}",
+    "read_streams": r"y = \sum_i p_i\, x_i",
+    "write_streams": r"y_j = q_j\, f + \sum_i C_{ij}\, x_i",
     "swiglu": r"y = \mathrm{silu}(g)\,u = \frac{g\,u}{1 + e^{-g}}",
     "geglu": r"y = \mathrm{gelu}(g)\,u",
     "relu_squared": r"y = \max(x, 0)^2",
@@ -54,6 +59,8 @@ FORMULAS = {
     "embedding": r"y_n = W_{i_n}",
     "router_topk": r"w_k = \frac{s_{e_k}}{\sum_j s_{e_j}}, \qquad e = \mathrm{topk}(s + b), \qquad "
     r"s = \mathrm{softmax}(x)",
+    "router_topk_sums": r"c_e = \sum_t [e \in e_t], \qquad P_e = \sum_t p_{te}, \qquad "
+    r"Z = \sum_t \left(\log \sum_e e^{x_{te}}\right)^2",
     "grouped_linear": r"y_r = W_e\, x_r + b_e",
     "moe_permute": r"y_r = x_{\lfloor p_r / K \rfloor}, \qquad p = \mathrm{argsort}(e)",
     "moe_unpermute": r"y_t = \sum_k w_{tk}\, x_{p_{tk}}",

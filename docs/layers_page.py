@@ -32,7 +32,7 @@ LAYERS = (
     Layer("gate on the output of attention", r"attn_output \* torch\.sigmoid\(gate\)|torch\.sigmoid\(gate"),
     Layer("rotation of image patches, in two directions", r"apply_rotary_pos_emb_vision"),
     Layer("L2 norm of queries and keys", r"def l2norm|use_qk_l2norm", why="a part of `gated_delta_rule`"),
-    Layer("hyper-connections", r"HyperConnection|hyper_connection"),
+    Layer("hyper-connections", r"HyperConnection|hyper_connection", operator="write_streams"),
     Layer("router of a mixture", r"class \w*Top[kK]Router", operator="router_topk"),
     Layer("group norm", r"nn\.GroupNorm", operator="group_norm"),
     Layer("batch norm", r"nn\.BatchNorm", why="cuDNN has it"),

@@ -112,7 +112,7 @@ def checks_table() -> str:
     groups = (
         (INTERPRETER_PROMISES, " (in Triton's interpreter)"),
         (PROMISES, ""),
-        (ON_REQUEST, " (only where `--promise` names it)"),
+        (ON_REQUEST, " (only where `--only` names it)"),
         (GPU_PROMISES, " (on a GPU)"),
     )
     for promises, where in groups:

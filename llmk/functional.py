@@ -10,6 +10,7 @@ from llmk.ops.experts.grouped_linear import grouped_linear
 from llmk.ops.experts.moe_experts import moe_experts
 from llmk.ops.experts.moe_permute import moe_permute, moe_unpermute
 from llmk.ops.experts.router_topk import router_topk
+from llmk.ops.experts.router_topk_sums import router_topk_sums
 from llmk.ops.linear.linear_act import linear_act
 from llmk.ops.linear_loss.chunked import VocabSlice, vocab_slice
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
@@ -47,6 +48,10 @@ from llmk.ops.rotary.rope import rope
 from llmk.ops.softmax.attention_residual import attention_residual
 from llmk.ops.softmax.softmax import softmax
 from llmk.ops.softmax.sparsemax import sparsemax
+from llmk.ops.streams.read_streams import read_streams
+from llmk.ops.streams.rms_linear import rms_linear
+from llmk.ops.streams.sinkhorn import sinkhorn
+from llmk.ops.streams.write_streams import write_streams
 
 __all__ = [
     "VocabSlice",
@@ -86,15 +91,20 @@ __all__ = [
     "moe_unpermute",
     "poly_norm",
     "qk_norm_rope",
+    "read_streams",
     "relu_squared",
+    "rms_linear",
     "rms_norm",
     "rms_norm_gated",
     "rope",
     "router_topk",
+    "router_topk_sums",
+    "sinkhorn",
     "softmax",
     "sparsemax",
     "swiglu",
     "tvd",
     "vocab_parallel_linear_ce",
     "vocab_slice",
+    "write_streams",
 ]

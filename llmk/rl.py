@@ -53,7 +53,7 @@ def logprobs(
         hidden: Hidden states `[..., H]`, float32, float16 or bfloat16, any strides.
         weight: Weight of the projection `[V, H]`, dtype of `hidden`; under autocast both are cast.
         labels: Class indices `[...]`, int64 or int32.
-        entropy: Return the entropies too. Without it they are computed all the same, and get no gradient.
+        entropy: Return the entropies too. Without it they are not computed.
         bias: Bias of the projection `[V]`, dtype of `hidden`.
         temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
@@ -83,6 +83,6 @@ def logprobs(
         raise ValueError(f"labels: expected shape {tuple(hidden.shape[:-1])} (of hidden), got {tuple(labels.shape)}")
     found, entropies = linear_logprobs(
         hidden, weight, labels, linear_bias=bias, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
-        ignore_index=ignore_index, logits_dtype=logits_dtype, **own_classes(weight, vocab_group),
+        ignore_index=ignore_index, logits_dtype=logits_dtype, entropy=entropy, **own_classes(weight, vocab_group),
     )  # fmt: skip
     return (found, entropies) if entropy else found

@@ -35,7 +35,7 @@ from llmk.opcheck.settings import words_of_table
 from llmk.registry import Op
 from llmk.registry.devices import INTERPRET
 
-UNITS_A_JOB = 6
+UNITS_A_JOB = 4
 TIMEOUT = 1800
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -75,12 +75,11 @@ def _parser() -> _Parser:
         choices=("all", "reference", "interpreter"),
         help="on a CPU: plain PyTorch, the kernels in Triton's interpreter, or both (default)",
     )
-    for name, dest, text in (
-        ("--only", "only", "check these promises only; may be repeated"),
-        ("--promise", "only", "the same as --only"),
-        ("--skip", "skip", "leave these promises out; may be repeated"),
+    for name, text in (
+        ("--only", "check these promises only; may be repeated"),
+        ("--skip", "leave these promises out; may be repeated"),
     ):
-        parser.add_argument(name, dest=dest, action="extend", type=_promises, metavar="PROMISE[,...]", help=text)
+        parser.add_argument(name, action="extend", type=_promises, metavar="PROMISE[,...]", help=text)
     parser.add_argument(
         "--jobs",
         type=_positive,
@@ -140,13 +139,38 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.device = options.device or device_named("cuda" if torch.cuda.is_available() else "cpu")
     if options.device.type != "cpu" and options.path not in (None, "all"):
         parser.error("argument --path: it is for the CPU; on a GPU the kernels run")
-    if options.search:
-        _refuse_to_search(options)
-    if options.sanitize:
-        _refuse_to_sanitize(options)
-    elif options.few or options.longest:
-        _refuse(f"argument {'--few' if options.few else '--longest'}: it is for --sanitize")
+    _require_fitting(options)
     return options
+
+
+def _require_fitting(options: argparse.Namespace) -> None:
+    """Refuse options that have no meaning beside others."""
+    mode, calls = _mode(options), "draws inputs of its own" if options.search else "calls samples"
+    for unfit, name, words in (
+        (options.search and options.sanitize, "--search", "either it or --sanitize"),
+        (options.sanitize and options.seed is not None, "--seed", f"there is none with --sanitize, which {calls}"),
+        (
+            options.sanitize and options.device.type != "cuda",
+            "--sanitize",
+            "it watches a GPU's kernels, and the device is cpu",
+        ),
+        (mode and options.only, "--only", f"there is none with {mode}, which {calls}"),
+        (mode and options.skip, "--skip", f"there is none with {mode}, which {calls}"),
+        (
+            options.sanitize and find_sanitizer() is None,
+            "--sanitize",
+            "compute-sanitizer is neither in PATH nor in /usr/local/cuda/bin",
+        ),
+        (options.few and not options.sanitize, "--few", "it is for --sanitize"),
+        (options.longest and not options.sanitize, "--longest", "it is for --sanitize"),
+    ):
+        if unfit:
+            _refuse(f"argument {name}: {words}")
+
+
+def _mode(options: argparse.Namespace) -> str:
+    """The option that asks for something else than promises, if there is one."""
+    return "--search" if options.search else "--sanitize" if options.sanitize else ""
 
 
 def _take_table(options: argparse.Namespace) -> None:
@@ -164,40 +188,17 @@ def _take_table(options: argparse.Namespace) -> None:
     options.device = options.device or table.device
     if options.device is None or options.device.type == "cpu":
         options.path = options.path or table.path
-    if not (options.search or options.sanitize or options.only):
+    if not (_mode(options) or options.only):
         options.only, options.skip = table.only, options.skip or table.skip
 
 
 def _refuse_other_references(options: argparse.Namespace) -> None:
     """Refuse an operator without a record, and a reference, where no promises are checked."""
-    option = "--search" if options.search else "--sanitize"
     if options.reference:
-        _refuse(f"argument --reference: there is none with {option}, which has the record's")
+        _refuse(f"argument --reference: there is none with {_mode(options)}, which has the record's")
     for op in options.records:
         if isinstance(op, Unrecorded):
-            _refuse(f"argument {option}: {op.name} has no llmk.registry.Op with samples")
-
-
-def _refuse_to_search(options: argparse.Namespace) -> None:
-    if options.sanitize:
-        _refuse("argument --search: either it or --sanitize")
-    if options.only or options.skip:
-        _refuse(f"argument {_choice(options)}: there is none with --search, which draws inputs of its own")
-
-
-def _refuse_to_sanitize(options: argparse.Namespace) -> None:
-    if options.seed is not None:
-        _refuse("argument --seed: there is none with --sanitize, which calls samples")
-    if options.device.type != "cuda":
-        _refuse("argument --sanitize: it watches a GPU's kernels, and the device is cpu")
-    if options.only or options.skip:
-        _refuse(f"argument {_choice(options)}: there is none with --sanitize, which calls samples")
-    if find_sanitizer() is None:
-        _refuse("argument --sanitize: compute-sanitizer is neither in PATH nor in /usr/local/cuda/bin")
-
-
-def _choice(options: argparse.Namespace) -> str:
-    return "--only" if options.only else "--skip"
+            _refuse(f"argument {_mode(options)}: {op.name} has no llmk.registry.Op with samples")
 
 
 def _positive(text: str) -> int:
@@ -371,9 +372,7 @@ def sanitize_all(options: argparse.Namespace) -> list[Result]:
 
 
 def _write(results: Sequence[Result], options: argparse.Namespace) -> None:
-    files = {"as_json": options.json, "as_html": options.html, "as_junit": options.junit, "as_sarif": options.sarif}
-    about = {"modules": _modules(options.records), "places": _places(options.records)}
-    write_reports(results, options.device, **files, **about)
+    write_reports(results, options.device, vars(options), _modules(options.records), _places(options.records))
 
 
 def _modules(ops: Sequence[Op]) -> list[str]:
@@ -415,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.records = _records(options)  # what there is not, is said before anything is checked
     except NotLoaded as error:
         _refuse(str(error))
-    if options.search or options.sanitize:
+    if _mode(options):
         _refuse_other_references(options)
     results = sanitize_all(options) if options.sanitize else check_all(options)
     entries = _baseline(options)

@@ -12,7 +12,18 @@ from torch import Tensor
 
 from llmk.accuracy.neighbours import copy_with_layout
 from llmk.accuracy.rule import ROUNDINGS, Violation, accuracy_violation, rounded_once, unit_of
-from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, comparable, differentiable_inputs, prepare, same_bits
+from llmk.opcheck.inputs import (
+    BrokenPromise,
+    Outcome,
+    all_finite,
+    as_list,
+    comparable,
+    differentiable_inputs,
+    first_where,
+    prepare,
+    same_bits,
+    tensors_of,
+)
 from llmk.opcheck.reference import DRAWS, MORE_DRAWS, Reference, reference_for
 from llmk.registry import RULE, Op, Sample, Tolerance
 from llmk.registry.devices import INTERPRET
@@ -88,20 +99,19 @@ def _with_gradients(
 
 
 def device_of(op: Op, sample: Sample) -> torch.device:
-    return next(v.device for v in op.bind(sample).values() if isinstance(v, Tensor))
+    return next(tensor.device for tensor in tensors_of(op, sample).values())
 
 
 def float_dtype(op: Op, sample: Sample) -> torch.dtype:
-    tensors = (value for value in op.bind(sample).values() if isinstance(value, Tensor))
-    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+    floats = (tensor.dtype for tensor in tensors_of(op, sample).values() if tensor.is_floating_point())
+    return next(floats, torch.float32)
 
 
 def resized(op: Op, samples: Sequence[Sample], rows: Sequence[int]) -> Iterator[Sample]:
     if op.resized is None:
         return
-    tensor = next(value for value in op.bind(samples[0]).values() if isinstance(value, Tensor))
     for count in rows:
-        yield op.resized(count, tensor.device, float_dtype(op, samples[0]))
+        yield op.resized(count, device_of(op, samples[0]), float_dtype(op, samples[0]))
 
 
 def representatives(op: Op, samples: Sequence[Sample], *, layouts: bool = False) -> list[Sample]:
@@ -111,10 +121,24 @@ def representatives(op: Op, samples: Sequence[Sample], *, layouts: bool = False)
     """
     found: dict[Any, Sample] = {}
     for sample in sorted(samples, key=lambda sample: _simplicity(op, sample)):
-        if all(tensor.numel() for tensor in _tensors(op, sample)):
-            layout = [tensor.is_contiguous() for tensor in _tensors(op, sample)] if layouts else []
+        tensors = tensors_of(op, sample).values()
+        if all(tensor.numel() for tensor in tensors):
+            layout = [tensor.is_contiguous() for tensor in tensors] if layouts else []
             found.setdefault((kind_of(op, sample), *layout), sample)
     return list(found.values())
+
+
+def traced_kinds(op: Op, samples: Sequence[Sample]) -> list[Sample]:
+    """Return `representatives`; in 16 bits, whose formulas are those of float32, so many that each choice is in one."""
+    kinds = representatives(op, samples)
+    if float_dtype(op, samples[0]).itemsize >= 4:
+        return kinds
+    choices = {id(sample): set(kind_of(op, sample)) for sample in kinds}
+    left, found = set[Any]().union(*choices.values()), list[Sample]()
+    while left:
+        found.append(max(kinds, key=lambda sample: len(choices[id(sample)] & left)))
+        left -= choices[id(found[-1])]
+    return found
 
 
 MOST_KINDS = 2
@@ -132,31 +156,30 @@ WIDTHS = (1, 512, 16384)
 def of_other_widths(op: Op, samples: Sequence[Sample], than: Sequence[Sample]) -> list[Sample]:
     """The smallest sample of each width that none of some has."""
     found = {_width(op, sample): sample for sample in than}
-    for sample in sorted(samples, key=lambda sample: sum(tensor.numel() for tensor in _tensors(op, sample))):
-        if all(tensor.numel() for tensor in _tensors(op, sample)):
+    for sample in sorted(samples, key=lambda sample: elements(op, sample)):
+        if all(tensor.numel() for tensor in tensors_of(op, sample).values()):
             found.setdefault(_width(op, sample), sample)
     return [sample for sample in found.values() if not any(sample is known for known in than)]
 
 
 def _width(op: Op, sample: Sample) -> int:
     """Return the index in WIDTHS of the longest axis, or the last one of the first tensor where it is one column."""
-    tensors = _tensors(op, sample)
+    tensors = list(tensors_of(op, sample).values())
     longest = max((size for tensor in tensors for size in tensor.shape), default=1)
     return bisect_left(WIDTHS, 1 if tensors[0].shape[-1:] == (1,) else longest)
 
 
 def is_contiguous(op: Op, sample: Sample) -> bool:
-    return all(tensor.is_contiguous() for tensor in _tensors(op, sample))
+    return all(tensor.is_contiguous() for tensor in tensors_of(op, sample).values())
 
 
-def _tensors(op: Op, sample: Sample) -> list[Tensor]:
-    return [value for value in op.bind(sample).values() if isinstance(value, Tensor)]
+def elements(op: Op, sample: Sample) -> int:
+    return sum(tensor.numel() for tensor in tensors_of(op, sample).values())
 
 
 def _simplicity(op: Op, sample: Sample) -> tuple[bool, bool, int]:
     """A sort key: samples with few elements, or none that is finite, come last, then the smaller come first."""
-    tensors = _tensors(op, sample)
-    size = sum(tensor.numel() for tensor in tensors)
+    tensors, size = tensors_of(op, sample).values(), elements(op, sample)
     finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
     return not finite, size < 30 or any(tensor.shape[-1:] == (1,) for tensor in tensors), size
 
@@ -275,8 +298,8 @@ def _require(
 
 def _blame(exact: Tensor, actual: Outcome) -> str:
     """Return words about a reference that is NaN where no input is, such as one that overflows in float64."""
-    inputs_are_finite = all(bool(x.isfinite().all()) for x in actual.inputs.values() if x.is_floating_point())
-    return "; the reference itself is NaN for finite inputs" if inputs_are_finite and bool(exact.isnan().any()) else ""
+    is_to_blame = all_finite(actual.inputs.values()) and bool(exact.isnan().any())
+    return "; the reference itself is NaN for finite inputs" if is_to_blame else ""
 
 
 def _first_wrong(
@@ -302,8 +325,7 @@ def _other_bits(actual: Tensor, right: Tensor | None) -> str | None:
     assert right is not None
     if actual.shape != right.shape:
         return f"the shape is {tuple(actual.shape)} where {tuple(right.shape)} is right"
-    index = int((actual != right).flatten().nonzero()[0])
-    return f"element {index} is {actual.flatten()[index].item()} where {right.flatten()[index].item()} is right"
+    return first_where(actual != right, actual, right)
 
 
 def _wrong_integer(reference: Reference, i: int, actual: Tensor) -> str | None:
@@ -319,11 +341,7 @@ def _wrong_integer(reference: Reference, i: int, actual: Tensor) -> str | None:
     for results in reference.near(i):
         for result in results:
             wrong &= result == composition
-    if not bool(wrong.any()):
-        return None
-    index = int(wrong.flatten().nonzero()[0])
-    found, right = actual.flatten()[index].item(), composition.flatten()[index].item()
-    return f"element {index} is {found} where {right} is right"
+    return first_where(wrong, actual, composition) if bool(wrong.any()) else None
 
 
 def violation_of(

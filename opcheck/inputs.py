@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,10 +115,41 @@ def spread(tensor: Tensor) -> Tensor:
     return view
 
 
+def tensors_of(op: Op, sample: Sample) -> dict[str, Tensor]:
+    """The tensors among a sample's arguments, by name."""
+    return {name: value for name, value in op.bind(sample).items() if isinstance(value, Tensor)}
+
+
+def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """A value with each of its tensors changed, those in lists, tuples and dictionaries too."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        items = [mapped(change, item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return {name: mapped(change, item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def largest(tensor: Tensor | None) -> float:
+    """The largest size of a finite number in a tensor of floating point, 0 of none."""
+    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+        return 0.0
+    return float(comparable(tensor.detach()).double().nan_to_num(0.0, 0.0, 0.0).abs().max())
+
+
+def first_where(wrong: Tensor, actual: Tensor, right: Tensor) -> str:
+    """The first element that is wrong, in words."""
+    index = int(wrong.flatten().nonzero()[0])
+    return f"element {index} is {actual.flatten()[index].item()} where {right.flatten()[index].item()} is right"
+
+
+def all_finite(tensors: Iterable[Tensor | None]) -> bool:
+    return all(t is None or bool(t.isfinite().all()) for t in tensors)
+
+
 def differentiable_inputs(op: Op, sample: Sample) -> list[str]:
     """The sample's tensors that can get a gradient."""
-    bound = op.bind(sample)
-    return [name for name in op.differentiable if isinstance(bound.get(name), Tensor)]
+    return [name for name in op.differentiable if name in tensors_of(op, sample)]
 
 
 def rebound(op: Op, sample: Sample, values: dict[str, Any], why: str) -> Sample:

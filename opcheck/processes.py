@@ -7,10 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -36,12 +38,25 @@ def check_in_processes(
 
     After `longest` seconds, if given, processes are ended: what they were at is broken, and what did not begin.
     """
-    threads = max(1, (os.cpu_count() or 1) // jobs)
     end = None if longest is None else time.monotonic() + longest
+    check = partial(check_in_process, device=device, options=options, threads=threads_of_each(jobs), end=end)
+    return side_by_side({unit: partial(check, unit) for unit in units}, jobs)
+
+
+Task = TypeVar("Task")
+Found = TypeVar("Found")
+
+
+def side_by_side(work: Mapping[Task, Callable[[], Found]], jobs: int) -> Iterator[tuple[Task, Found]]:
+    """Do so many tasks at a time; each is given with what it found as it ends."""
     with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(check_in_process, unit, device, options, threads, end): unit for unit in units}
+        running = {pool.submit(find): task for task, find in work.items()}
         for done in as_completed(running):
             yield running[done], done.result()
+
+
+def threads_of_each(jobs: int) -> int:
+    return max(1, (os.cpu_count() or 1) // jobs)
 
 
 def check_in_process(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from llmk.accuracy.neighbours import FAR, NEIGHBOURS, Change, copy_with_layout, nudged, to_float64
-from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, comparable, differentiable_inputs, prepare
+from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, comparable, differentiable_inputs, prepare, tensors_of
 from llmk.opcheck.roundings import Roundings
 from llmk.registry import Op, Sample
 
@@ -106,9 +106,6 @@ class Reference:
             pairs.append((torch.where((exact - here).abs() <= linear, composition.double(), exact), exact))
         return pairs
 
-    def _tensors(self) -> list[Tensor]:
-        return [value for value in self.op.bind(self.sample).values() if isinstance(value, Tensor)]
-
     def roundings(self, result: int) -> Tensor:
         """Return the composition's own rounding error in each element, the root mean square over the far inputs."""
         errors = [(composition - exact).square() for composition, exact in self.far(result)]
@@ -150,13 +147,15 @@ class Reference:
 
     def unit(self, result: int) -> float:
         """Return the relative distance by which the inputs move for a result's error bound: the finest dtype's."""
-        floats = [t.dtype for t in (*self._tensors(), self.composition[result]) if t is not None]
+        floats = [
+            t.dtype for t in (*tensors_of(self.op, self.sample).values(), self.composition[result]) if t is not None
+        ]
         return min((torch.finfo(dtype).eps for dtype in floats if dtype.is_floating_point), default=FAR)
 
     def moved(self, result: int, draws: int) -> list[list[Tensor | None]]:
         """Return the results on so many inputs that moved by the unit of one of the results."""
         unit = self.unit(result)
-        floating = [t.dtype for t in self._tensors() if t.is_floating_point()]
+        floating = [t.dtype for t in tensors_of(self.op, self.sample).values() if t.is_floating_point()]
         own = min((torch.finfo(dtype).eps for dtype in floating), default=FAR)  # of integers alone nothing moves
         found = self._moved.setdefault(unit, [])
         while len(found) < draws:

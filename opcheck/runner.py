@@ -103,7 +103,6 @@ def check(
     dtypes: Sequence[torch.dtype] | None = None,
     only: Sequence[str] | None = None,
     skip: Sequence[str] = (),
-    promises: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> list[Result]:
     """Check every promise of an operator; `assert_passes` is the same for a test.
@@ -120,7 +119,6 @@ def check(
         dtypes: In which dtypes; all of the record's by default.
         only: Which promises, by name; all by default, but those that are only asked by name.
         skip: Which promises to leave out, by name.
-        promises: The same as `only`.
         progress: Called with a line before each check.
 
     Returns:
@@ -141,8 +139,7 @@ def check(
         if not now.sample:
             progress(str(now))
 
-    wanted = only if only is not None else promises
-    return list(checks(record, torch.device(device), dtypes, wanted, on_begin, skip=skip))
+    return list(checks(record, torch.device(device), dtypes, only, on_begin, skip=skip))
 
 
 def promise_named(name: str) -> Promise:
@@ -238,7 +235,7 @@ def checks(
         if samples and not op.is_own and (op.name, dtype_name, RUNS) not in done:
             now = RunningCheck(op.name, dtype_name, RUNS)
             on_begin(now)
-            with _around(op, device):
+            with around(op, device):
                 bits = dtypes is None and interprets_bfloat16(op, samples[0])
                 elsewhere = BFLOAT16 if bits else what_else_runs_it(op, samples[0])
             if elsewhere is not None:
@@ -276,7 +273,7 @@ def _completed(
     """Return the record with all that it lacks, and what was made; none where that cannot be."""
     torch.manual_seed(0)
     try:
-        with _around(op, device):
+        with around(op, device):
             op, said = completed(op, device, dtypes)
             op, more = resolved(op, device, dtypes)
     except NothingToCheck as error:
@@ -339,24 +336,37 @@ def _raised(error: Exception, at: Sample | None) -> BrokenPromise:
 def _run(promise: Promise, op: Op, samples: Sequence[Sample], device: torch.device) -> str:
     if not samples:
         raise BrokenPromise("the record yields no samples")
-    with _around(op, device):
+    with around(op, device):
         return promise(op, samples) or ""
 
 
 @contextlib.contextmanager
-def _around(op: Op, device: torch.device) -> Iterator[None]:
+def around(op: Op, device: torch.device) -> Iterator[None]:
     """Silence torch's own warnings: a wrong result is what counts here.
 
     In Triton's interpreter a wild store is told instead of ending the process. And on a CPU no compiled graph can hold
     a launch, so another's triton_op, whose body is launches, is a node of it; llmk's have a body for a CPU.
     """
-    with contextlib.ExitStack() as around:
-        around.enter_context(warnings.catch_warnings())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if INTERPRET:
-            from llmk.opcheck.interpreted.interpreter import watched
+            from llmk.opcheck.interpreted.interpreter import watched  # it needs numpy
 
-            around.enter_context(watched())
+            stack.enter_context(watched())
         if device.type == "cpu" and not op.is_own:
-            around.enter_context(triton_ops_as_nodes())
+            stack.enter_context(triton_ops_as_nodes())
+        if device.type == "cuda":
+            stack.enter_context(_without_tf32())
         yield
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Have cuDNN's convolutions round to float32, as products of matrices do, inside: some of its algorithms do not."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before

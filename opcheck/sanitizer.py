@@ -15,12 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from llmk.opcheck.calls import call, of_other_widths, representatives
+from llmk.opcheck.processes import side_by_side, threads_of_each
 from llmk.opcheck.runner import Result, path_taken
 from llmk.registry import Op, Sample
 
@@ -79,22 +80,10 @@ def sanitize_in_processes(
     jobs: int,
 ) -> Iterator[tuple[Watch, Result]]:
     """Each operator under each tool, so many at a time; each is given as it ends."""
-    with ThreadPoolExecutor(jobs) as pool:
-        running = {
-            pool.submit(
-                sanitize,
-                executable,
-                watch,
-                device,
-                dtypes,
-                few=few or watch.tool == "racecheck",
-                longest=longest,
-                threads=max(1, (os.cpu_count() or 1) // jobs),
-            ): watch
-            for watch in (Watch(name, tool) for name in names for tool in TOOLS)
-        }
-        for done in as_completed(running):
-            yield running[done], done.result()
+    with_options = partial(sanitize, executable, longest=longest, threads=threads_of_each(jobs))
+    watches = [Watch(name, tool) for name in names for tool in TOOLS]
+    work = {w: partial(with_options, w, device, dtypes, few=few or w.tool == "racecheck") for w in watches}
+    return side_by_side(work, jobs)
 
 
 def sanitize(

@@ -1,4 +1,4 @@
-"""A fuzzer of the compile backend: programs that grow from the patterns of its rules, and are then damaged.
+"""A fuzzer of the compile backend: spellings of what it finds, which are damaged more and more.
 
 `python -m tools.backend_fuzz --seconds 600 --seed 0`, on one core. A program on which the backend
 differs from eager mode and from AOTAutograd in anything that a caller sees is made as small as it stays wrong, and
@@ -23,11 +23,10 @@ from torch.fx import GraphModule
 
 from compile_tests.helpers.backend_checks import THROUGH_AUTOGRAD
 from compile_tests.helpers.backend_compare import AOT, InFloat64, difference, eager, outcome, to_float64, with_backend
-from compile_tests.helpers.fuzz_calls import around, way_of
+from compile_tests.helpers.fuzz_calls import around, as_called, way_of
 from compile_tests.helpers.fuzz_damage import damaged
-from compile_tests.helpers.fuzz_grammar import NotGrown, grown
 from compile_tests.helpers.fuzz_program import Program, Ref, map_refs
-from compile_tests.helpers.fuzz_traced import traced_program
+from compile_tests.helpers.fuzz_spelled import spelled
 from llmk.compiler import Report
 
 LIMIT = 60
@@ -120,7 +119,7 @@ def _differs(program: Program, seed: int, way: Any) -> str | None:
     if say is None:
         return None
     # A difference is one of the backend's only where it is not PyTorch's own.
-    aot = outcome(lambda fn: around(program, AOT(fn)), fn, args)
+    aot = outcome(as_called(program, AOT), fn, args)
     return None if aot.error or difference(aot, plain, args) is not None else say
 
 
@@ -129,12 +128,9 @@ def usable(program: Program) -> bool:
 
 
 def programs(random: Random) -> Iterator[Program]:
-    """Grown programs, and each with more and more damage."""
+    """Spellings, and each with more and more damage."""
     while True:
-        try:
-            program = traced_program(random) if random.random() < 0.2 else grown(random)
-        except NotGrown:
-            continue
+        program = spelled(random)
         if random.random() < 0.25:
             yield program
         for _ in range(random.choice((1, 2, 3, 6))):

@@ -45,17 +45,17 @@ def imports() -> None:
 
 def numbers() -> None:
     """values and gradients of every operator, plain PyTorch on a CPU"""
-    _opcheck("--path", "reference", "--promise", "values_and_gradients")
+    _opcheck("--path", "reference", "--only", "values_and_gradients")
 
 
 def interpreter() -> None:
     """values and gradients of every operator's kernels in Triton's interpreter"""
-    _opcheck("--path", "interpreter", "--promise", "values_and_gradients")
+    _opcheck("--path", "interpreter", "--only", "values_and_gradients")
 
 
 def compiled() -> None:
     """Inductor: operators of five families in one graph with neighbours"""
-    _opcheck(*FEW, "--path", "reference", "--promise", "compiled", "--promise", "no_recompile")
+    _opcheck(*FEW, "--path", "reference", "--only", "compiled,no_recompile")
 
 
 def opcheck() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import custom_op, triton_op, wrap_triton
 
-from compile_tests.helpers.strangers import record
+from compile_tests.helpers.strangers import implement, record
 from llmk.opcheck.report.causes import Cause
 from llmk.registry import Op, Sample
 
@@ -297,7 +297,7 @@ unary(
 
 library = torch.library.Library("field_wrong", "FRAGMENT")
 library.define("returns_a_view(Tensor x) -> Tensor")
-library.impl("returns_a_view", lambda x: x.view(-1), "CPU")
+implement(library, "returns_a_view", lambda x: x.view(-1))
 torch.library.register_fake("field_wrong::returns_a_view", lambda x: x.new_empty(x.numel()))
 wrong("memory.*shares memory with input x", lambda x: x.reshape(-1), resized=None)(torch.ops.field_wrong.returns_a_view)
 
@@ -306,7 +306,8 @@ BUFFERS: dict[Any, Tensor] = {}
 
 @wrong("memory.*shares memory with output 0 of the call before", lambda x: x.double().square().to(x.dtype))
 def returns_a_buffer(x: Tensor) -> Tensor:
-    return torch.mul(x, x, out=BUFFERS.setdefault((x.shape, x.dtype), torch.empty(x.shape, dtype=x.dtype)))
+    buffer = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.mul(x, x, out=BUFFERS.setdefault((x.shape, x.dtype), buffer))
 
 
 @wrong("memory.*never written", square)

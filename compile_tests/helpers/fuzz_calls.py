@@ -73,8 +73,11 @@ def around(program: Program, fn: Fn) -> Fn:
 
 def way_of(program: Program, way: Way) -> Way:
     """Return the way with what comes around the compiled function, and what comes before its call."""
-    if program.called == "from a cache":
-        way = _after_other_literals(program)
+    return as_called(program, _after_other_literals(program) if program.called == "from a cache" else way)
+
+
+def as_called(program: Program, way: Way) -> Way:
+    """Return the way with what comes around the compiled function, after calls with other numbers."""
     return lambda fn: _after_other_numbers(around(program, way(fn)), around(program, fn))
 
 

@@ -3,6 +3,7 @@
 A changed program need not run: who asks for one tries it.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from compile_tests.helpers.fuzz_calls import CALLS
 from compile_tests.helpers.fuzz_program import Input, Line, Program, Ref, aten, map_refs, resolved
+from compile_tests.helpers.fuzz_spelled import as_program
 
 SEGMENTS_OF_DAMAGE = "no_grad", "no_grad", "checkpoint", "autocast", "enable_grad", "break", "break"
 Damage = Callable[[Random, Program], Program | None]
@@ -29,6 +31,29 @@ ALIKE = (
     ("ge", "gt", "le", "lt", "eq", "ne"),
 )
 """Operators of which one is written for another."""
+
+OTHERWISE: dict[str, tuple[Callable[..., Any], ...]] = {
+    "add": (lambda x, y: y + x,),
+    "mul": (lambda x, y: y * x,),
+    "div": (lambda x, y: x * (1 / y),),
+    "pow": (lambda x, n: x * x if n == 2 else torch.pow(x, n), lambda x, n: x.square() if n == 2 else torch.pow(x, n)),
+    "square": (lambda x: x * x, lambda x: x**2),
+    "sqrt": (lambda x: x**0.5, lambda x: x.rsqrt().reciprocal()),
+    "rsqrt": (lambda x: 1 / x.sqrt(), lambda x: x**-0.5, lambda x: x.sqrt() ** -1),
+    "mean": (
+        lambda x, dim, keepdim=False: x.sum(dim, keepdim) / x.shape[-1],
+        lambda x, dim, keepdim=False: x.sum(dim, keepdim) * (1 / x.shape[-1]),
+        lambda x, dim, keepdim=False: x.mean(dim).unsqueeze(-1) if keepdim else x.mean(dim),
+    ),
+    "silu": (lambda x: x * x.sigmoid(),),
+    "linear": (
+        lambda x, w, b=None: x @ w.t() if b is None else x @ w.permute(1, 0) + b,
+        lambda x, w: torch.einsum("...d,vd->...v", x, w),
+    ),
+    "log_softmax": (lambda x, dim, dtype=None: x.to(dtype or x.dtype) - x.logsumexp(dim, keepdim=True),),
+    "gather": (lambda x, dim, index: torch.take_along_dim(x, index, dim),),
+}
+"""Other ways to write a call of an operator."""
 
 
 def damage(fn: Damage) -> Damage:
@@ -107,10 +132,14 @@ def _other_list(random: Random, given: list[Any], there: list[str]) -> list[Any]
     return [*given[:at], random.choice((-1, 0, 1, 2)), *given[at + random.randrange(2) :]]
 
 
+def _name(line: Line) -> str:
+    return str(getattr(line.target, "__name__", "")).split(".")[0]
+
+
 @damage
 def operator(random: Random, program: Program) -> Program | None:
     """An operator is one that looks alike."""
-    names = [str(getattr(line.target, "__name__", "")).split(".")[0] for line in program.lines]
+    names = [_name(line) for line in program.lines]
     places = [i for i, name in enumerate(names) if any(name in group for group in ALIKE)]
     if not places:
         return None
@@ -118,6 +147,36 @@ def operator(random: Random, program: Program) -> Program | None:
     line = program.lines[at]
     name = random.choice(next(group for group in ALIKE if names[at] in group))
     return _replaced(program, at, replace(line, target=_overload(name, *line.args, values=values, **line.kwargs)))
+
+
+@damage
+def spelling(random: Random, program: Program) -> Program | None:
+    """A call is written in another way, which the backend may know or not."""
+    places = [i for i, line in enumerate(program.lines) if _name(line) in OTHERWISE and not line.kwargs]
+    if not places:
+        return None
+    at, values = random.choice(places), program.values()
+    line, way = program.lines[at], random.choice(OTHERWISE[_name(program.lines[at])])
+    names = {f"in{i}": name for i, name in enumerate(line.refs())}
+    inputs = [Input(name, tuple(values[old].shape), values[old].dtype) for name, old in names.items()]
+
+    def call(*args: Any) -> Any:
+        given = dict(zip(line.refs(), args, strict=True))
+        return way(*map_refs(lambda ref: given[ref.name], line.args))
+
+    made = as_program(call, inputs)
+    taken = {x.name for x in (*program.inputs, *program.lines)}
+    fresh = (name for i in itertools.count() if (name := f"v{i}") not in taken)
+    names |= {x.name: line.name if x.name == made.outputs[0] else next(fresh) for x in made.lines}
+
+    def known(ref: Ref) -> Ref:
+        return Ref(names[ref.name])
+
+    lines = [
+        Line(names[x.name], x.target, map_refs(known, x.args), map_refs(known, dict(x.kwargs)), line.segment)
+        for x in made.lines
+    ]
+    return replace(program, lines=(*program.lines[:at], *lines, *program.lines[at + 1 :]))
 
 
 def _on_an_edge(random: Random, program: Program, make: Callable[[Ref, Tensor], tuple[Any, ...]]) -> Program | None:
@@ -343,7 +402,7 @@ def large(random: Random, program: Program) -> Program | None:
 
 def damaged(random: Random, program: Program, kinds: list[str] | None = None) -> Program | None:
     """One damage, after which the program still runs line by line; None where it does not."""
-    names = kinds or [*DAMAGES, "argument", "argument", "cast"]
+    names = kinds or [*DAMAGES, "argument", "argument", "cast", "cast", "spelling", "spelling"]
     fn = DAMAGES[random.choice(names)]
     try:
         changed = fn(random, program)

@@ -45,12 +45,18 @@ class Input:
     high: int = 2
     grad: bool = True
 
+    def in_dtype(self, dtype: torch.dtype) -> "Input":
+        """Return the input in another dtype, if it is one of real numbers."""
+        return replace(self, dtype=dtype) if self.kind in ("normal", "positive") else self
+
     def code(self) -> str:
         shape = "(" + "".join(f"{n}, " for n in self.shape).rstrip() + ")"
         if self.kind == "number":
             return repr(self.plus)
         if self.kind == "classes":
             return f"torch.randint({self.high}, {shape})"
+        if self.kind == "targets":
+            return f"torch.randint({self.high}, {shape}).where(torch.arange({self.shape[-1]}) != 1, -100)"
         if self.kind == "angles":
             return f"torch.polar(torch.ones{shape}, torch.randn{shape})"
         text = {"normal": f"torch.randn({shape})", "positive": f"torch.rand({shape})"}[self.kind]

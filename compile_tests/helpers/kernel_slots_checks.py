@@ -33,6 +33,7 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP  # noqa: E402
 from transformers.models.kimi_linear.modeling_kimi_linear import (  # noqa: E402
     KimiLinearRMSNormGated,
     chunk_kimi_delta_attention,
+    recurrent_kimi_delta_attention,
 )
 from transformers.models.laguna.modeling_laguna import LagunaTopKRouter  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
@@ -42,7 +43,9 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKR
 from transformers.models.qwen3_next.modeling_qwen3_next import (  # noqa: E402
     Qwen3NextRMSNormGated,
     causal_conv1d_fn,
+    causal_conv1d_update,
     torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
 )
 
 from compile_tests.helpers.families import assert_equal, loss_and_gradients, small_model, tokens  # noqa: E402
@@ -237,6 +240,30 @@ def check_the_short_convolution() -> None:
     assert Operators().of(model, x.double(), weight.double(), activation="silu") == {}
 
 
+class WithConvolutionStep(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return causal_conv1d_update(*args, **kwargs)
+
+
+WithConvolutionStep = hub_kernels.use_kernelized_func(causal_conv1d_update)(WithConvolutionStep)
+
+
+def check_a_step_of_the_short_convolution() -> None:
+    own, model, state = WithConvolutionStep(), WithConvolutionStep(), torch.randn(2, 6, 4)
+    args = [torch.randn(2, 6, 1), state, torch.randn(6, 4), torch.randn(6)]
+
+    def outputs(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        x, state, weight, bias = (t.to(dtype, copy=True) for t in args)
+        return module(x, state, weight, bias, activation="silu"), state
+
+    plain, want = outputs(own, torch.float32), outputs(own, torch.float64)
+    model = filled(model)
+    for got, plain_one, want_one in zip(outputs(model, torch.float32), plain, want, strict=True):
+        assert accuracy_violation(got, plain_one, want_one) is None
+    assert Operators().of(model, *args, activation="silu") == {"llmk.causal_conv1d_step.default": 1}
+    assert Operators().of(model, *(t.double() for t in args), activation="silu") == {}
+
+
 class WithDeltaRule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return torch_chunk_gated_delta_rule(*args, **kwargs)
@@ -247,6 +274,16 @@ class WithKDA(nn.Module):
         return chunk_kimi_delta_attention(*args, **kwargs)
 
 
+class WithDeltaRuleStep(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return torch_recurrent_gated_delta_rule(*args, **kwargs)
+
+
+class WithKDAStep(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return recurrent_kimi_delta_attention(*args, **kwargs)
+
+
 class WithScan(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return mamba2_chunk_scan(*args, **kwargs)
@@ -254,6 +291,8 @@ class WithScan(nn.Module):
 
 WithDeltaRule = hub_kernels.use_kernelized_func(torch_chunk_gated_delta_rule)(WithDeltaRule)
 WithKDA = hub_kernels.use_kernelized_func(chunk_kimi_delta_attention)(WithKDA)
+WithDeltaRuleStep = hub_kernels.use_kernelized_func(torch_recurrent_gated_delta_rule)(WithDeltaRuleStep)
+WithKDAStep = hub_kernels.use_kernelized_func(recurrent_kimi_delta_attention)(WithKDAStep)
 WithScan = hub_kernels.use_kernelized_func(mamba2_chunk_scan)(WithScan)
 
 
@@ -279,6 +318,18 @@ def check_the_gated_delta_rule_with_a_decay_for_each_channel() -> None:
     q, k, v, g = *torch.randn(3, 2, 70, 2, 8), -torch.rand(2, 70, 2, 8)
     options = {"initial_state": torch.randn(2, 2, 8, 8), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     assert_slot("gated_delta_rule", WithKDA(), DeltaRule(), [q, k, v, g, torch.rand(2, 70, 2)], **options)
+
+
+def check_steps_of_the_gated_delta_rule() -> None:
+    for layer, channels in ((WithDeltaRuleStep(), False), (WithKDAStep(), True)):
+        heads = 2 if channels else 4
+        q, k, v = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 1, heads, 8)
+        g, beta = -torch.rand(2, 1, heads, *[8] * channels), torch.rand(2, 1, heads)
+        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        state = torch.randn(2, heads, 8, 8)
+        assert_slot("gated_delta_rule_step", layer, DeltaRule(), [q, k, v, g, beta], initial_state=state, **options)
+        more = [x.expand(-1, 3, *x.shape[2:]) for x in (q, k, v, g, beta)]  # several tokens are not a step
+        assert Operators().of(filled(layer), *more, initial_state=state, **options) == {}
 
 
 def check_the_scan_of_mamba2() -> None:

@@ -1,4 +1,4 @@
-"""The linear recurrences token by token, in any dtype, and inputs for them."""
+"""The references of the linear recurrences, and inputs for them."""
 
 from collections.abc import Callable
 
@@ -16,36 +16,6 @@ REFERENCES: dict[str, Callable[..., Results]] = {
 }
 
 per_channel_or_head = pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
-
-
-def token_by_token(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None = None,
-    *,
-    scale: float,
-    initial_state: Tensor,
-    l2_norm_qk: bool = False,
-    sequence_ids: Tensor | None = None,
-) -> Results:
-    if l2_norm_qk:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
-    state, outs = initial_state, []
-    for t in range(v.shape[1]):
-        if sequence_ids is not None and t > 0:
-            same = sequence_ids[:, t] == sequence_ids[:, t - 1]
-            state = torch.where(same[:, None, None, None], state, 0.0)
-        decay = g[:, t].exp()  # [B, H], or [B, H, K]
-        state = state * (decay[..., None, None] if g.dim() == 3 else decay[..., None])
-        u = v[:, t]
-        if beta is not None:
-            u = beta[:, t, :, None] * (u - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], u)
-        outs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
-    return torch.stack(outs, 1), state
 
 
 def inputs(

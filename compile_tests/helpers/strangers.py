@@ -19,6 +19,12 @@ from llmk.registry import Op, Sample
 library = torch.library.Library("strangers", "DEF")
 
 
+def implement(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
+    """Register an implementation for every device on which tests run."""
+    for key in ("CPU", "CUDA"):
+        library.impl(name, function, key)
+
+
 def matrices(count: int) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         for shape, why in (((3, 37), "odd width"), ((4, 16), "powers of two")):
@@ -204,11 +210,10 @@ def reference_crop(pic, left, right):
 CROP = record(crop, reference_crop, samples=crops, resized=None)
 
 
-# torch.library's older way, for three dispatch keys.
+# torch.library's older way, for its dispatch keys.
 
 library.define("mul(Tensor a, Tensor b) -> Tensor")
-library.impl("mul", lambda a, b: torch.mul(a, b).contiguous(), "CPU")
-library.impl("mul", lambda a, b: torch.mul(a, b).contiguous(), "CUDA")
+implement(library, "mul", lambda a, b: torch.mul(a, b).contiguous())
 torch.library.register_fake("strangers::mul", lambda a, b: torch.empty(a.shape, dtype=a.dtype, device=a.device))
 torch.library.register_autograd(
     "strangers::mul",
@@ -234,8 +239,7 @@ def reference_swish(x):
 SWISH = record(torch.ops.strangers.swish.default, reference_swish, differentiable=("x",))
 
 library.define("tile_rows(Tensor x, SymInt n) -> Tensor")
-library.impl("tile_rows", lambda x, n: x.unsqueeze(0).expand(n, *x.shape).contiguous().clone(), "CPU")
-library.impl("tile_rows", lambda x, n: x.unsqueeze(0).expand(n, *x.shape).contiguous().clone(), "CUDA")
+implement(library, "tile_rows", lambda x, n: x.unsqueeze(0).expand(n, *x.shape).contiguous().clone())
 torch.library.register_fake("strangers::tile_rows", lambda x, n: x.new_empty((n, *x.shape)))
 
 

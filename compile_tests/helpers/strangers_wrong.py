@@ -15,6 +15,7 @@ from torch.library import custom_op, triton_op, wrap_triton
 
 from compile_tests.helpers.strangers import (
     concat_setup,
+    implement,
     linear_setup,
     linears,
     lists,
@@ -181,12 +182,12 @@ wrong("forgets_alpha", "wrong values", "output 0", axpy_, reference_axpy, sample
 # Memory and the schema.
 
 library.define("relu(Tensor x) -> Tensor")
-library.impl("relu", lambda x: x.relu_().clone(), "CPU")
+implement(library, "relu", lambda x: x.relu_().clone())
 torch.library.register_fake("strangers_wrong::relu", torch.empty_like)
 wrong("mutates_in_silence", "memory", "input x was mutated", torch.ops.strangers_wrong.relu, torch.relu)
 
 library.define("flat(Tensor x) -> Tensor")
-library.impl("flat", lambda x: x.view(-1), "CPU")
+implement(library, "flat", lambda x: x.view(-1))
 torch.library.register_fake("strangers_wrong::flat", lambda x: x.new_empty(x.numel()))
 
 
@@ -208,7 +209,7 @@ def into_a_buffer(x):
 
 
 library.define("buffered(Tensor x) -> Tensor")
-library.impl("buffered", into_a_buffer, "CPU")
+implement(library, "buffered", into_a_buffer)
 torch.library.register_fake("strangers_wrong::buffered", torch.empty_like)
 wrong(
     "returns_a_buffer",
@@ -219,7 +220,7 @@ wrong(
 )
 
 library.define("forgets_to_say(Tensor x) -> ()")
-library.impl("forgets_to_say", lambda x: None, "CPU")
+implement(library, "forgets_to_say", lambda x: None)
 torch.library.register_fake("strangers_wrong::forgets_to_say", lambda x: None)
 wrong(
     "returns_nothing",
@@ -256,7 +257,7 @@ wrong(
 wrong("one_too_few", "wrong values", "the results are 3, where the reference returns 1", named_parts, lambda x: x / 2)
 
 library.define("phase(Tensor x) -> Tensor")
-library.impl("phase", lambda x: torch.complex(x.cos(), -x.sin()), "CPU")
+implement(library, "phase", lambda x: torch.complex(x.cos(), -x.sin()))
 torch.library.register_fake("strangers_wrong::phase", lambda x: x.new_empty(x.shape, dtype=torch.complex64))
 wrong(
     "a_conjugate",
@@ -267,7 +268,7 @@ wrong(
 )
 
 library.define("phase_with_formula(Tensor x) -> Tensor")
-library.impl("phase_with_formula", lambda x: torch.complex(x.cos(), x.sin()), "CPU")
+implement(library, "phase_with_formula", lambda x: torch.complex(x.cos(), x.sin()))
 torch.library.register_fake(
     "strangers_wrong::phase_with_formula", lambda x: x.new_empty(x.shape, dtype=torch.complex64)
 )
@@ -286,7 +287,7 @@ wrong(
 )
 
 library.define("to_float8(Tensor x) -> Tensor")
-library.impl("to_float8", lambda x: (1.25 * x).to(torch.float8_e4m3fn), "CPU")
+implement(library, "to_float8", lambda x: (1.25 * x).to(torch.float8_e4m3fn))
 torch.library.register_fake("strangers_wrong::to_float8", lambda x: x.new_empty(x.shape, dtype=torch.float8_e4m3fn))
 wrong(
     "another_scale",
@@ -300,12 +301,12 @@ wrong(
 # The fake implementation.
 
 library.define("mul(Tensor a, Tensor b) -> Tensor")
-library.impl("mul", torch.mul, "CPU")
+implement(library, "mul", torch.mul)
 torch.library.register_fake("strangers_wrong::mul", lambda a, b: torch.empty(a.shape, dtype=torch.float64))
 wrong("fake_of_another_dtype", "compile", "test_faketensor", torch.ops.strangers_wrong.mul, reference_mul, tensors=2)
 
 library.define("no_fake(Tensor a, Tensor b) -> Tensor")
-library.impl("no_fake", lambda a, b: (a * b).contiguous(), "CPU")
+implement(library, "no_fake", lambda a, b: (a * b).contiguous())
 wrong("no_fake", "compile", "no_fake", torch.ops.strangers_wrong.no_fake, reference_mul, tensors=2)
 
 

@@ -1,5 +1,6 @@
 """opcheck must be able to fail: operators broken on purpose, one way each, are caught under the right name."""
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from compile_tests.helpers.mutants_gpu import BROKEN_ON_A_GPU
 from compile_tests.helpers.mutants_kernels import BROKEN_KERNELS
 from compile_tests.helpers.mutants_rows import BROKEN_ROWS
 from llmk.opcheck import check
-from llmk.opcheck.calls import call
+from llmk.opcheck.calls import call, traced_kinds
 from llmk.opcheck.inputs import BrokenPromise, watched_by
 from llmk.opcheck.promises.compiled import compiled_samples
 from llmk.opcheck.promises.gradients import require_finite
@@ -27,7 +28,7 @@ NAMES = [promise.__name__ for promise in PROMISES]
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_op_is_caught_under_its_name(name: str) -> None:
     promise, make = BROKEN[name]
-    results = check(make(name), promises=NAMES[: NAMES.index(promise) + 1])
+    results = check(make(name), only=NAMES[: NAMES.index(promise) + 1])
     broken = [result for result in results if not result.passed]
     assert broken, results
     assert broken[0].promise == promise, broken[0]
@@ -38,8 +39,8 @@ def test_a_broken_op_is_caught_under_its_name(name: str) -> None:
 def test_what_is_asked_by_name_finds_what_the_others_do_not(name: str) -> None:
     promise, make = BROKEN_WHERE_ASKED[name]
     op = make(name)
-    assert all(result.passed for result in check(op, promises=["compiled_samples", "compiled"]))
-    (result,) = check(op, promises=[promise])
+    assert all(result.passed for result in check(op, only=["compiled_samples", "compiled"]))
+    (result,) = check(op, only=[promise])
     assert "a long row" in result.message
 
 
@@ -116,6 +117,16 @@ def test_a_sample_of_each_width_is_traced() -> None:
     with watched_by(traced.append):
         compiled_samples(record("square", overload=torch.ops.aten.square.default), samples)
     assert {sample.why for sample in traced} == {"1", "16", "600", "20000"}
+
+
+def test_in_16_bits_each_choice_is_traced_once() -> None:
+    """Of two switches the four combinations in float32, and two calls in bfloat16 that have both of each."""
+    op = record("square", overload=torch.ops.aten.square.default)
+    switched = dataclasses.replace(op, overload=torch.ops.aten.native_dropout.default)
+    for dtype, count in ((torch.float32, 4), (torch.bfloat16, 2)):
+        x = torch.rand(5, 7, dtype=dtype, device="cpu")
+        samples = [Sample((y, 0.5, train)) for y in (x, x[0].repeat(9)) for train in (True, False)]
+        assert len(traced_kinds(switched, samples)) == count
 
 
 def test_every_promise_has_a_broken_op() -> None:

@@ -37,7 +37,7 @@ def test_command_line_on_an_op_of_ones_own(
     [
         (["no_such_op"], "'no_such_op' is no operator (add, "),
         (["no_such_file.py"], "no file no_such_file.py"),
-        (["--promise", "nosuch"], "argument --promise: no promise 'nosuch'; there are "),
+        (["--only", "nosuch"], "argument --only: no promise 'nosuch'; there are "),
         (["--device", "tpu"], "argument --device: expected cpu, cuda or cuda:N, got 'tpu'"),
         (["--device", "cuda:99"], "argument --device: cuda:99: PyTorch sees "),
         (["--dtype", "float8"], "argument --dtype: invalid choice: 'float8' (choose from"),
@@ -72,25 +72,25 @@ def test_command_line_of_a_gpu_that_is_not_there(
 
 def test_nothing_checked_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["add", "--device", "cpu", "--path", "reference", "--promise", "cuda_graphs"])
+        main(["add", "--device", "cpu", "--path", "reference", "--only", "cuda_graphs"])
     assert stopped.value.code == 2
     assert "opcheck: nothing was checked" in capsys.readouterr().err
 
 
 def test_check_knows_its_promises() -> None:
     with pytest.raises(ValueError, match="no promise 'nosuch'; there are "):
-        check(OPS["add"], promises=["nosuch"])
+        check(OPS["add"], only=["nosuch"])
 
 
 def test_a_record_without_samples_keeps_nothing() -> None:
     op = dataclasses.replace(square("no_samples"), samples=lambda device, dtype: [])
-    (result,) = check(op, promises=["deterministic"])
+    (result,) = check(op, only=["deterministic"])
     assert not result.passed
     assert result.message == "the record yields no samples"
 
 
 def test_a_promise_that_called_nothing_is_not_kept() -> None:
-    (result,) = check(dataclasses.replace(square("no_rows"), resized=None), promises=["edge_rows"])
+    (result,) = check(dataclasses.replace(square("no_rows"), resized=None), only=["edge_rows"])
     assert result.passed
     assert result.verdict == "empty"
 
@@ -130,7 +130,7 @@ def test_a_process_that_dies_says_where(tmp_path: Path) -> None:
     file.write_text(DIES)
     options = ["--dtype", "float32"]
     for promise in ("strided_inputs", "edge_rows", "deterministic"):
-        options += ["--promise", promise]
+        options += ["--only", promise]
     results = check_in_process(Unit((str(file),), "reference"), torch.device("cpu"), options, threads=1)
     assert [(result.promise, result.verdict) for result in results] == [
         ("strided_inputs", "broken"),
@@ -176,7 +176,7 @@ def test_a_call_that_does_not_end_is_broken_with_its_stack(tmp_path: Path) -> No
     """Wherever it is held up; and the other promises are checked nevertheless."""
     file = tmp_path / "my_op.py"
     file.write_text(HANGS)
-    options = ["--dtype", "float32", "--timeout", "5", "--promise", "edge_rows", "--promise", "deterministic"]
+    options = ["--dtype", "float32", "--timeout", "5", "--only", "edge_rows", "--only", "deterministic"]
     results = check_in_process(Unit((str(file),), "reference"), torch.device("cpu"), options, threads=1)
     assert [(result.promise, result.verdict) for result in results] == [
         ("edge_rows", "broken"),

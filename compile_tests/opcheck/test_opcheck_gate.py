@@ -74,7 +74,7 @@ def test_a_record_leaves_a_promise_out_with_a_reason() -> None:
 
 def test_options_take_several_promises(folder: Path) -> None:
     options = parse(
-        ["add", "--device", "cpu", "--only", "no_alias,no_mutation", "--promise", "compiled", "--skip", "no_alias"]
+        ["add", "--device", "cpu", "--only", "no_alias,no_mutation", "--only", "compiled", "--skip", "no_alias"]
     )
     assert options.only == ["no_alias", "no_mutation", "compiled"]
     assert options.skip == ["no_alias"]
@@ -139,7 +139,7 @@ def test_processes_are_told_what_was_chosen(monkeypatch: pytest.MonkeyPatch, fol
             1,
             [("add",), ("mine.py",), ("dyt", "jsd"), ("add", "dyt"), ("jsd",)],
         ),
-        (["add"] * 13, 1, [("add",) * 3] * 4 + [("add",)]),
+        (["add"] * 13, 1, [("add",) * 4] * 3 + [("add",)]),
         (["add"] * 13, 8, [("add",)] * 13),
         (["mine.py"] * 13, 1, [("mine.py",)] * 13),
     ],

@@ -1,5 +1,7 @@
 """opcheck finds what only a GPU shows, with `pytest --device cuda`; parts of it are tested anywhere."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from compile_tests.helpers.mutants_gpu import BROKEN_ON_A_GPU
 from llmk.opcheck import check
 from llmk.opcheck.inputs import BrokenPromise
 from llmk.opcheck.promises import gpu as gpu_promises
-from llmk.opcheck.promises.gpu import counted_replays, late, require_captured, reversed_rows
+from llmk.opcheck.promises.gpu import counted_replays, generator_kept, late, require_captured, reversed_rows
 from llmk.opcheck.promises.table import GPU_PROMISES
 from llmk.registry import Sample
 
@@ -19,7 +21,7 @@ def test_a_broken_op_is_caught_under_its_name(name: str, device: torch.device) -
         pytest.skip("needs a GPU")
     if promise == "other_device" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    results = check(make(name), device=device, promises=[promise.__name__ for promise in GPU_PROMISES])
+    results = check(make(name), device=device, only=[promise.__name__ for promise in GPU_PROMISES])
     broken = [result for result in results if not result.passed]
     assert broken, results
     assert broken[0].promise == promise, broken[0]
@@ -42,6 +44,19 @@ def test_a_capture_that_did_not_happen_is_named() -> None:
         pass
     with pytest.raises(BrokenPromise, match="no CUDA graph was replayed"):
         require_captured(Sample((torch.ones(2),), why="any"), count)
+
+
+def test_a_capture_that_fails_leaves_the_generator_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[str] = []
+    generator = SimpleNamespace(clone_state=lambda: "before", graphsafe_set_state=states.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with generator_kept():
+        pass
+    assert states == []
+    with pytest.raises(RuntimeError, match="not permitted"), generator_kept():
+        raise RuntimeError("operation not permitted when stream is capturing")
+    assert states == ["before"]
 
 
 def test_replays_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ OF_KERNELS = [name for name in NAMES[: NAMES.index("far_rows") + 1] if name not 
 
 @pytest.mark.parametrize(("kernel", "promise", "message"), BROKEN_KERNELS, ids=lambda value: str(value)[:30])
 def test_a_broken_kernel_is_caught_under_its_name(kernel: Any, promise: str, message: str) -> None:
-    results = check(square_by(kernel), promises=NAMES[: NAMES.index(promise) + 1])
+    results = check(square_by(kernel), only=NAMES[: NAMES.index(promise) + 1])
     broken = [result for result in results if not result.passed]
     assert broken[0].promise == promise, broken
     assert message in broken[0].message
@@ -40,7 +40,7 @@ def test_a_broken_kernel_is_caught_under_its_name(kernel: Any, promise: str, mes
 
 @pytest.mark.parametrize("kernel", [sound_kernel, bounded_turns_kernel])
 def test_a_sound_kernel_is_not(kernel: Any) -> None:
-    results = check(square_by(kernel), promises=OF_KERNELS)
+    results = check(square_by(kernel), only=OF_KERNELS)
     assert {result.verdict for result in results} == {"kept"}, results
 
 
@@ -48,14 +48,14 @@ def test_the_promises_of_kernels_share_their_launches(monkeypatch: pytest.Monkey
     calls = list[Any]()
     monkeypatch.setattr("llmk.opcheck.promises.kernels.call", lambda op, sample: calls.append(call(op, sample)))
     op = square_by(sound_kernel)
-    results = check(op, promises=[*SHARING, "every_kernel_ends"])
+    results = check(op, only=[*SHARING, "every_kernel_ends"])
     assert {result.verdict for result in results} == {"kept"}, results
     assert len(calls) == len(op.dtypes) * len(list(op.samples(torch.device("cpu"), torch.float32)))
 
 
 def test_an_operator_without_kernels_has_nothing_to_check() -> None:
     op = dataclasses.replace(square_by(sound_kernel), overload=torch.ops.aten.square.default)
-    results = check(op, promises=SHARING)
+    results = check(op, only=SHARING)
     assert {result.verdict for result in results} == {"empty"}
 
 
@@ -63,6 +63,6 @@ def test_a_loop_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) ->
     """A loop is stopped by its turns, whatever its source looks like, and in every check that calls it."""
     monkeypatch.setattr("llmk.opcheck.interpreted.interpreter.MOST_TURNS", 300)
     monkeypatch.setattr("llmk.opcheck.promises.kernels.unbounded_loops", lambda kernel: [])
-    results = check(square_by(never_ends_kernel), promises=["every_kernel_ends", "values_and_gradients"])
+    results = check(square_by(never_ends_kernel), only=["every_kernel_ends", "values_and_gradients"])
     assert [result.passed for result in results] == [False, False]
     assert all("never_ends_kernel: a loop has made 448 turns and goes on" in r.message for r in results), results

@@ -49,4 +49,4 @@ def test_the_kernels_of_every_operator_are_found() -> None:
     launching = {name: [o.fn for o in op.kernel_ops if not o.is_plain] for name, op in OPS.items()}
     named = {name: {kernel.fn.__name__ for kernel in kernels_of(fns)} for name, fns in launching.items() if fns}
     assert all(any(kernel.endswith("_kernel") for kernel in kernels) for kernels in named.values()), named
-    assert "piece_moments" in named["group_norm"]
+    assert "column_moments" in named["group_norm"]

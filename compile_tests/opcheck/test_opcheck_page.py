@@ -77,7 +77,7 @@ def test_promises_are_in_opchecks_order() -> None:
 
 
 def test_command_line_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = check(square("mutant_page"), dtypes=[torch.float32], promises=["no_mutation", "deterministic"])
+    results = check(square("mutant_page"), dtypes=[torch.float32], only=["no_mutation", "deterministic"])
     monkeypatch.setattr(command, "check_all", lambda options: results)
     file, data = tmp_path / "new" / "report.html", tmp_path / "report.json"
     assert command.main(["add", "--device", "cpu", "--html", str(file), "--json", str(data)]) == 0

@@ -25,7 +25,8 @@ from llmk.opcheck.reference import reference_for
 from llmk.opcheck.search.cases import Case, Cases, large_gradients, unit_gradients
 from llmk.opcheck.search.decisions import at_decisions
 from llmk.opcheck.search.derivatives import derivative_violation
-from llmk.opcheck.search.judge import judge, nudged_together, refused_on_cpu
+from llmk.opcheck.search.judge import judge, nudged_together
+from llmk.opcheck.search.refusals import refused_on_cpu
 from llmk.opcheck.search.search import search
 from llmk.opcheck.search.shrink import snippet
 from llmk.registry import OPS, Op, Sample
@@ -40,10 +41,10 @@ def tensors(op: Op, sample: Sample) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_that_no_sample_shows_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmk.opcheck.search.judge.PATIENCE", 0.3)
+    monkeypatch.setattr("llmk.opcheck.search.refusals.PATIENCE", 0.3)
     kind, make = MUTANTS[name]
     op = make(name)
-    assert [result.passed for result in check(op, promises=["values_and_gradients"])] == [True]
+    assert [result.passed for result in check(op, only=["values_and_gradients"])] == [True]
     (found,) = search(op, "cpu", torch.float32, seconds=30, most=1, shrinking=0.5).found
     assert found.finding.kind == kind, str(found)
     assert f"seed {found.drawn.seed}: " in str(found)
@@ -479,14 +480,14 @@ def test_a_result_that_the_interpreter_cannot_write_is_no_fault() -> None:
 @pytest.mark.kernels
 @pytest.mark.skipif(not INTERPRET, reason="it is the interpreter that is slow")
 def test_a_slow_call_in_the_interpreter_is_not_held_endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmk.opcheck.search.judge.PATIENCE", 1e-3)
+    monkeypatch.setattr("llmk.opcheck.search.refusals.PATIENCE", 1e-3)
     assert judged("softmax", torch.float32, [[0.0, 1.0]]) is None
 
 
 @pytest.mark.skipif(INTERPRET, reason="it compiles, and a call in the interpreter has no limit")
 def test_a_call_that_compiles_is_not_held_endless(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel for another GPU, compiled anew in each call and in more time than a call may take."""
-    monkeypatch.setattr("llmk.opcheck.search.judge.PATIENCE", 0.05)
+    monkeypatch.setattr("llmk.opcheck.search.refusals.PATIENCE", 0.05)
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
     launch = launches(OPS["softmax"], torch.float32, workloads=False)[0]
     took: list[float] = []
@@ -528,7 +529,7 @@ def test_differences_beyond_a_narrow_jump_say_nothing(width: float) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--search", "5", "--promise", "no_alias"], "argument --only: there is none with --search"),
+        (["--search", "5", "--only", "no_alias"], "argument --only: there is none with --search"),
         (["--search", "none"], "argument --search: expected a positive whole number, got 'none'"),
         (["--search", "5", "--seed", "-1"], "argument --seed: expected a whole number of at least 0, got '-1'"),
     ],

@@ -25,10 +25,12 @@ from llmk.compiler.patterns import (
     arguments,
     name_of,
     reshape_of,
+    same,
+    same_shape,
     value_of,
 )
 from llmk.compiler.size_tensors import samples
-from llmk.compiler.sizes import NotSmall, same
+from llmk.compiler.sizes import NotSmall
 
 aten = torch.ops.aten
 OVERLOAD = aten.scaled_dot_product_attention.default
@@ -47,12 +49,10 @@ class Repeated(Pattern):
         axis = 1
         transposed = arguments(value, "self", "dim0", "dim1") if name_of(value) == "transpose" else None
         if transposed is not None and {transposed["dim0"] % 4, transposed["dim1"] % 4} == {1, 2}:
-            match, value, axis = match.with_node(value), transposed["self"], 2
+            match, value, axis = match.with_nodes(value), transposed["self"], 2
         nodes, source = repeated(value, axis)
         if source is not None:
-            for node in nodes:
-                match = match.with_node(node)
-            for inner in match.bind(self.name, source):
+            for inner in match.with_nodes(*nodes).bind(self.name, source):
                 yield from inner.bind(f"{self.name}_axis", axis)
 
 
@@ -78,7 +78,7 @@ def repeated(node: Any, axis: int) -> tuple[list[Node], Node | None]:
         return [], None
     times = new.pop(axis + 1)
     merged = [*shape[:axis], shape[axis] * times, *shape[axis + 1 :]]
-    is_it = equal(new, shape) and equal(merged, value_of(node).shape)
+    is_it = same_shape(new, shape) and same_shape(merged, value_of(node).shape)
     return nodes, source if is_it else None
 
 
@@ -86,14 +86,10 @@ def through_whole_slices(node: Any, nodes: list[Node]) -> tuple[list[Node], Any]
     """Return the tensor below slices that take all of it, with these slices added to the nodes."""
     while name_of(node) == "slice":
         given = arguments(node, "self", "dim", "start", "end")
-        if given is None or not equal(value_of(node).shape, value_of(given["self"]).shape):
+        if given is None or not same_shape(value_of(node).shape, value_of(given["self"]).shape):
             break
         nodes, node = [*nodes, node], given["self"]
     return nodes, node
-
-
-def equal(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(map(same, a, b))
 
 
 def hides_the_future(mask: Node, query: Tensor, key: Tensor) -> bool:
@@ -106,7 +102,7 @@ def hides_the_future(mask: Node, query: Tensor, key: Tensor) -> bool:
         raise NoMatch("its mask is not made from sizes alone")
     if not same(query.shape[-2], key.shape[-2]):
         raise NoMatch("queries and keys are not known to be equally many")
-    if not equal(value_of(mask).shape[-2:], (query.shape[-2], key.shape[-2])):
+    if not same_shape(value_of(mask).shape[-2:], (query.shape[-2], key.shape[-2])):
         raise NoMatch("its mask is not one of queries by keys")
     return apart_from_caller(_hides_the_future, mask, query.dtype)
 

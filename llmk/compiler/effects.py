@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from llmk.compiler.patterns import OVERLOAD, all_arguments, name_of, value_of
+from llmk.compiler.patterns import CASTS, OVERLOAD, VIEWS, all_arguments, name_of, tensors_of, value_of
 from llmk.registry.private.compilers import is_higher_order
 from llmk.registry.private.operators import schema_of
 from llmk.registry.private.tensors import storage_of, version_of
@@ -46,18 +46,13 @@ UNDECLARED = {
 }
 """Operators of ATen that may write into arguments that their schemas do not mark, and the names of these arguments."""
 
-EQUAL_WHEN_REPEATED = frozenset({
-    "alias", "chunk", "contiguous", "cos", "expand", "expand_as", "flatten", "narrow", "permute", "repeat_interleave",
-    "reshape", "select", "sin", "slice", "split", "split_with_sizes", "squeeze", "sym_size", "t", "tensor_split", "to",
-    "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "_to_copy", "_unsafe_view",
-})  # fmt: skip
+EQUAL_WHEN_REPEATED = VIEWS | CASTS | {"cos", "repeat_interleave", "sin", "sym_size"}
 """Views, casts, copies and angles: operators so cheap that models call them twice with the same arguments."""
 
 
 def storages(node: Node) -> set[int]:
     """Return the storages of the tensors that a node gives."""
-    value = value_of(node)
-    return {storage_of(x) for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, Tensor)}
+    return {storage_of(x) for x in tensors_of(value_of(node))}
 
 
 def mutations(graph: Graph) -> dict[int, list[Node]]:
@@ -230,8 +225,7 @@ class MutationsElsewhere:
 
 def _fake_tensors(node: Node) -> list[Tensor]:
     """Return the fake tensors that Dynamo saw at a node, without those inside `torch.func`, which have no storage."""
-    value = node.meta.get("example_value")
-    return [x for x in (value if isinstance(value, tuple | list) else [value]) if _is_fake(x)]
+    return [x for x in tensors_of(node.meta.get("example_value")) if _is_fake(x)]
 
 
 def _is_fake(value: Any) -> TypeGuard[Tensor]:

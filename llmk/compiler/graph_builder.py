@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from llmk.compiler.patterns import NoMatch, constant_of, value_of
+from llmk.compiler.patterns import NoMatch, constant_of, same, same_shape, value_of
 from llmk.compiler.rules import RewriteRule
-from llmk.registry.private.compilers import statically_known_true
 from llmk.registry.private.operators import schema_of
 
 REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError)
@@ -108,7 +107,7 @@ def _require_same(old: Tensor, new: Tensor) -> None:
     """Check that a result has the shape, dtype and device of the one that it replaces."""
     if old.dtype != new.dtype:
         raise NoMatch(f"its result is {_name(old.dtype)}, and the operator's {_name(new.dtype)}")
-    if old.dim() != new.dim() or not all(_equal(a, b) for a, b in zip(old.shape, new.shape, strict=True)):
+    if not same_shape(old.shape, new.shape):
         raise NoMatch(f"its result has shape {tuple(old.shape)}, and the operator's {tuple(new.shape)}")
     if old.device != new.device:
         raise NoMatch(f"its result is on {old.device}, and the operator's on {new.device}")
@@ -116,11 +115,7 @@ def _require_same(old: Tensor, new: Tensor) -> None:
 
 def _same_layout(old: Tensor, new: Tensor) -> bool:
     layouts = zip(old.shape, old.stride(), new.stride(), strict=True)
-    return all(_equal(size, 1) or _equal(a, b) for size, a, b in layouts)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return statically_known_true(a == b)
+    return all(same(size, 1) or same(a, b) for size, a, b in layouts)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -21,11 +21,16 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from llmk.registry.private.compilers import settled
+from llmk.registry.private.compilers import settled, statically_known_true
 from llmk.registry.private.operators import schema_of
 
 COMMUTATIVE = frozenset({"add", "mul"})
 CASTS = frozenset({"to", "_to_copy", "type_as", "alias", "contiguous"})
+RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
+VIEWS = RESHAPES | {
+    *("slice", "select", "narrow", "unsqueeze", "squeeze", "transpose", "permute", "t", "expand", "expand_as"),
+    *("chunk", "split", "split_with_sizes", "tensor_split", "unbind"),
+}
 CAST_ARGUMENTS = "self", "other", "dtype", "layout", "device", "pin_memory", "non_blocking", "copy", "memory_format"
 ORDERLY_FORMATS = None, 0, torch.preserve_format, torch.contiguous_format
 """Memory formats that keep the order of elements; 0 is how a schema writes the last one as a default."""
@@ -67,6 +72,20 @@ def value_of(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors that a node gives: one, those of a tuple, or none."""
+    return [x for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, Tensor)]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return True if two sizes are known to be equal, whatever their symbols are."""
+    return statically_known_true(a == b)
+
+
+def same_shape(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(map(same, a, b))
+
+
 def all_arguments(node: Node) -> dict[str, Any]:
     """Return every argument by its name in the schema, defaults filled in; for code that treats all of them alike."""
     arguments = schema_of(node.target).arguments
@@ -102,6 +121,10 @@ def item_of(node: Any) -> tuple[Node, Any] | None:
         return None
     source, index = node.args
     return (source, index) if isinstance(source, Node) else None
+
+
+def is_view(node: Node) -> bool:
+    return name_of(node) in VIEWS or item_of(node) is not None
 
 
 def cast_of(node: Any) -> Node | None:
@@ -159,9 +182,9 @@ class Match:
             return self.same(a) is self.same(b)
         return a is b or _equal(a, b)
 
-    def with_node(self, node: Node) -> "Match":
-        """Return the match with this node taken in."""
-        return replace(self, nodes=(*self.nodes, node))
+    def with_nodes(self, *nodes: Node) -> "Match":
+        """Return the match with these nodes taken in."""
+        return replace(self, nodes=(*self.nodes, *nodes))
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -260,7 +283,7 @@ class Call(Pattern):
             (a, x), (b, y), *rest = pairs
             orders.append([(a, y), (b, x), *rest])
         for order in orders:
-            yield from _find_all(order, match.with_node(value))
+            yield from _find_all(order, match.with_nodes(value))
 
 
 @dataclass(frozen=True)
@@ -274,9 +297,7 @@ class Result(Pattern):
         item = item_of(value)
         if item is not None and item[1] == self.index:
             unread = (user for user in item[0].users if item_of(user) is not None and not user.users)
-            for node in (value, *unread):
-                match = match.with_node(node)
-            yield from find(self.pattern, item[0], match)
+            yield from find(self.pattern, item[0], match.with_nodes(value, *unread))
 
 
 class Either(Pattern):
@@ -291,18 +312,39 @@ class Either(Pattern):
 
 
 @dataclass(frozen=True)
-class Input(Pattern):
+class View(Pattern):
+    """A node that shows the pattern in another way: `source(node)` is what it shows, or None."""
+
+    source: Callable[[Any], Node | None]
+    pattern: Any
+
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        source = self.source(value)
+        if source is not None:
+            yield from find(self.pattern, source, match.with_nodes(value))
+
+
+@dataclass(frozen=True)
+class Through(Pattern):
+    """The pattern, after any number of nodes that show it in another way, all of which are passed over."""
+
+    source: Callable[[Any], Node | None]
+    pattern: Any
+
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        while (source := self.source(value)) is not None:
+            match, value = match.with_nodes(value), source
+        yield from find(self.pattern, value, match)
+
+
+class Input(Through):
     """The pattern, read in its own dtype or in one that holds all of its numbers.
 
     A cast that changes no number is passed over; a cast that rounds is the input itself.
     """
 
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        while (source := cast_of(value)) is not None and not is_narrowing(value):
-            match, value = match.with_node(value), source
-        yield from find(self.pattern, value, match)
+    def __init__(self, pattern: Any) -> None:
+        super().__init__(lambda node: None if is_narrowing(node) else cast_of(node), pattern)
 
 
 @dataclass(frozen=True)
@@ -327,7 +369,7 @@ class Cast(Pattern):
                     break
                 rounded = (*rounded, value_of(value).dtype)
             widened = widened or value_of(source).dtype.itemsize < value_of(value).dtype.itemsize
-            match, value = match.with_node(value), source
+            match, value = match.with_nodes(value), source
         else:
             stops.append((rounded, match, value))
         for dtypes, before, at in reversed(stops):
@@ -351,12 +393,12 @@ def _part_of(node: Any) -> tuple[Node, int] | None:
     item, index = item_of(node) or (node, 0)
     if item is not node and name_of(item) in ("split", "split_with_sizes", "chunk", "tensor_split"):
         given = arguments(item, "self", "split_size", "split_sizes", "chunks", "sections", "indices", "dim")
-        if given is not None and _is_last(given["dim"], given["self"]):
+        if given is not None and is_last(given["dim"], value_of(given["self"])):
             before = [part.shape[-1] for part in value_of(item)[:index]]
             return (given["self"], sum(before)) if index >= 0 and all(isinstance(x, int) for x in before) else None
     elif item is node and name_of(node) == "slice":
         given = arguments(node, "self", "dim", "start", "end")
-        if given is not None and _is_last(given["dim"], given["self"]):
+        if given is not None and is_last(given["dim"], value_of(given["self"])):
             start = bounded(given["start"], value_of(given["self"]).shape[-1])
             return None if start is None else (given["self"], start)
     return None
@@ -370,9 +412,10 @@ def bounded(start: Any, size: Any) -> int | None:
     return min(max(start + size if start < 0 else start, 0), size) if start else 0
 
 
-def _is_last(dim: Any, tensor: Node) -> bool:
-    rank = value_of(tensor).dim()
-    return rank > 0 and dim in (-1, rank - 1)
+def is_last(dims: Any, tensor: Tensor) -> bool:
+    """Return True if an axis, or a list of one, is the tensor's last."""
+    dims = list(dims) if isinstance(dims, list | tuple) else [dims]
+    return tensor.dim() > 0 and dims in ([-1], [tensor.dim() - 1])
 
 
 def part_nodes(node: Node) -> tuple[Node, ...]:
@@ -383,67 +426,63 @@ def part_nodes(node: Node) -> tuple[Node, ...]:
 
 @dataclass(frozen=True)
 class Half(Pattern):
-    """The first half of the last axis of the pattern, or the second."""
+    """The first half of the last axis of the pattern, or the second.
+
+    The features 0, 2, ... are the first interleaved half, and 1, 3, ... the second.
+    """
 
     pattern: Any
     second: bool
+    interleaved: bool = False
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for inner, source in _taken_apart(value, match, -2, int(self.second)):
-            yield from find(self.pattern, source, inner)
-        part = range_of(value)
-        if part is not None:
-            source, start, stop = part
-            width = value_of(source).shape[-1]
-            if (2 * start, 2 * stop) == ((width, 2 * width) if self.second else (0, width)):
-                for node in part_nodes(value):
-                    match = match.with_node(node)
-                yield from find(self.pattern, source, match)
+        found = _taken_apart(value, -1 if self.interleaved else -2, self.second)
+        found = found or (_every_other_of(value, self.second) if self.interleaved else _side_of(value, self.second))
+        if found is not None:
+            source, *nodes = found
+            yield from find(self.pattern, source, match.with_nodes(*nodes))
 
 
-@dataclass(frozen=True)
-class EveryOther(Pattern):
-    """The features 0, 2, ... of the last axis of the pattern, or 1, 3, ..."""
-
-    pattern: Any
-    odd: bool
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for inner, source in _taken_apart(value, match, -1, int(self.odd)):
-            yield from find(self.pattern, source, inner)
-        given = arguments(value, "self", "dim", "start", "end", "step") if name_of(value) == "slice" else None
-        if given is None or not _is_last(given["dim"], given["self"]):
-            return
-        width = value_of(given["self"]).shape[-1]
-        end = width if given["end"] is None else given["end"]
-        to_the_end = isinstance(width, int) and width % 2 == 0 and isinstance(end, int) and end >= width
-        if to_the_end and (bounded(given["start"], width), given["step"]) == (int(self.odd), 2):
-            yield from find(self.pattern, given["self"], match.with_node(value))
+def _side_of(node: Any, second: bool) -> tuple[Node, ...] | None:
+    """Return the tensor half of whose last axis a node is, and the nodes that take it."""
+    part = range_of(node)
+    if part is None:
+        return None
+    source, start, stop = part
+    width = value_of(source).shape[-1]
+    is_it = (2 * start, 2 * stop) == ((width, 2 * width) if second else (0, width))
+    return (source, *part_nodes(node)) if is_it else None
 
 
-def _taken_apart(value: Any, match: Match, axis: int, index: int) -> Iterator[tuple[Match, Node]]:
-    """Yield the tensor whose last axis was viewed as two, `[..., 2]` or `[2, ...]`, and then split along the two."""
-    item = item_of(value)
-    chooser = value if item is None else item[0]
+def _every_other_of(node: Any, odd: bool) -> tuple[Node, ...] | None:
+    """Return the tensor of which a node is every other feature, and the node."""
+    given = arguments(node, "self", "dim", "start", "end", "step") if name_of(node) == "slice" else None
+    if given is None or not is_last(given["dim"], value_of(given["self"])):
+        return None
+    width = value_of(given["self"]).shape[-1]
+    end = width if given["end"] is None else given["end"]
+    to_the_end = isinstance(width, int) and width % 2 == 0 and isinstance(end, int) and end >= width
+    is_it = to_the_end and (bounded(given["start"], width), given["step"]) == (int(odd), 2)
+    return (given["self"], node) if is_it else None
+
+
+def _taken_apart(node: Any, axis: int, index: int) -> tuple[Node, ...] | None:
+    """Return the tensor whose last axis was viewed as two, `[..., 2]` or `[2, ...]`, and the nodes that take a part."""
+    item = item_of(node)
+    chooser = node if item is None else item[0]
     if name_of(chooser) != ("select" if item is None else "unbind"):
-        return
+        return None
     given = arguments(chooser, "self", "dim", "index")
-    if given is None or given.get("index", index if item is None else item[1]) != index:
-        return
-    if item is not None and item[1] != index:
-        return
+    if given is None or (given["index"] if item is None else item[1]) != index:
+        return None
     wide = given["self"]
     source = reshape_of(wide)
     if source is None or given["dim"] not in (axis, value_of(wide).dim() + axis):
-        return
+        return None
     before, after = value_of(source).shape, list(value_of(wide).shape)
-    if after.pop(axis) != 2 or len(after) != len(before) or str(after[:-1]) != str(list(before[:-1])):
-        return
-    match = match.with_node(value) if item is None else match.with_node(value).with_node(chooser)
-    yield match.with_node(wide), source
-
-
-RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
+    if after.pop(axis) != 2 or len(after) != len(before) or not same_shape(after[:-1], before[:-1]):
+        return None
+    return source, *part_nodes(node), wide
 
 
 def reshape_of(node: Any) -> Node | None:
@@ -454,16 +493,20 @@ def reshape_of(node: Any) -> Node | None:
     return None if given is None else given["self"]
 
 
-@dataclass(frozen=True)
-class Reshaped(Pattern):
-    """A view of the pattern in another shape."""
-
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        source = reshape_of(value)
-        if source is not None:
-            yield from find(self.pattern, source, match.with_node(value))
+def transposed_from(node: Any) -> Node | None:
+    """Return the tensor whose last two axes a node exchanges."""
+    if name_of(node) not in ("t", "numpy_T", "mT", "transpose", "permute"):
+        return None
+    given, rank = arguments(node, "self", "dim0", "dim1", "dims"), value_of(node).dim()
+    if given is None or rank < 2 or (name_of(node) == "numpy_T" and rank > 2):
+        return None
+    order, last = list(range(rank)), [rank - 1, rank - 2]
+    if "dims" in given:
+        order = [dim % rank for dim in given["dims"]]
+    else:
+        a, b = given.get("dim0", -2), given.get("dim1", -1)
+        order[a], order[b] = order[b], order[a]
+    return given["self"] if order == [*range(rank - 2), *last] else None
 
 
 @dataclass(frozen=True)
@@ -579,6 +622,6 @@ def require_last_axis(dim: Any, tensor: Tensor) -> None:
     Raises:
         NoMatch: It is not.
     """
-    dims = [dim] if isinstance(dim, int) else list(dim or ())
-    if dims not in ([-1], [tensor.dim() - 1]):
+    if not is_last(dim, tensor):
+        dims = [dim] if isinstance(dim, int) else list(dim or ())
         raise NoMatch(f"it is over axes {dims} of {tensor.dim()}, and the operator's over the last")

@@ -15,11 +15,11 @@ from torch.fx.node import map_arg
 
 from llmk.compiler.effects import bring_before, equal_values, is_random, mutations, needed, storages
 from llmk.compiler.graph_builder import NO_CONSTANT, ReplacementBuilder
-from llmk.compiler.patterns import Match, NoMatch, cast_of, find, is_narrowing, name_of, value_of
+from llmk.compiler.patterns import Match, NoMatch, cast_of, find, is_narrowing, is_view, name_of, value_of
 from llmk.compiler.report import Note, module_of, warn_once
 from llmk.compiler.rules import RewriteRule
 from llmk.compiler.trial import Untried
-from llmk.compiler.trial_cache import cached_difference, is_view
+from llmk.compiler.trial_cache import cached_difference
 
 
 @dataclass

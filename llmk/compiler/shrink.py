@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from llmk.compiler.patterns import value_of
+from llmk.compiler.patterns import tensors_of, value_of
 from llmk.compiler.sizes import NotSmall, Sizes
 from llmk.registry.private.compilers import hints_of, symbols_of
 
@@ -34,7 +34,7 @@ def candidates(
 ) -> Iterator[Sizes]:
     """Yield sizes with which all tensors together are small, those of the graph first. Sizes in `kept` stay."""
     nodes = [*inputs, *matched, *made]
-    tensors = [x for node in nodes for x in _tensors(value_of(node))]
+    tensors = [x for node in nodes for x in tensors_of(value_of(node))]
     found: list[tuple[int, Sizes]] = []
     for sizes in _all_candidates(nodes, tensors, kept):
         try:
@@ -111,10 +111,6 @@ def symbol_hints(nodes: Sequence[Node]) -> dict[str, int]:
     return found
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, Tensor)]
-
-
 def _numbers(nodes: Sequence[Node]) -> list[Any]:
     """Return sizes and whole numbers among the arguments and results of the nodes."""
     found: list[Any] = []
@@ -128,7 +124,7 @@ def _numbers(nodes: Sequence[Node]) -> list[Any]:
         return x
 
     for node in nodes:
-        for value in (*_tensors(value_of(node)), value_of(node)):
+        for value in (*tensors_of(value_of(node)), value_of(node)):
             look(value)
         map_aggregate((node.args, node.kwargs), look)
     return found

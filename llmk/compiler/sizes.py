@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from torch import SymFloat, SymInt, Tensor
 
-from llmk.registry.private.compilers import hint_of, statically_known_true, substituted
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return True if two sizes are known to be equal, whatever their symbols are."""
-    return statically_known_true(a == b)
+from llmk.registry.private.compilers import hint_of, substituted
 
 
 class NotSmall(Exception):

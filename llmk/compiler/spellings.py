@@ -22,18 +22,22 @@ from llmk.compiler.patterns import (
     KeywordArg,
     Match,
     Pattern,
+    View,
     With,
     all_arguments,
     arguments,
     find,
+    is_last,
     item_of,
     name_of,
     reshape_of,
+    same,
+    same_shape,
+    transposed_from,
     value_of,
 )
 from llmk.compiler.size_tensors import samples
 from llmk.compiler.sizes import NotSmall
-from llmk.registry.private.compilers import statically_known_true
 
 IN_FLOAT32 = Either(None, torch.float32)
 """The dtype of a sum: the tensor's own, or the one that operators compute in."""
@@ -65,16 +69,10 @@ class Of(Pattern):
             yield from find(self.source, inner.values[self.name], inner)
 
 
-def is_last(dims: Any, rank: int) -> bool:
-    """Return True if an axis, or a list of one, is the last of so many."""
-    dims = dims if isinstance(dims, list | tuple) else [dims]
-    return list(dims) in ([-1], [rank - 1])
-
-
 def over_last_axis(node: Node) -> bool:
     """Return True if an operator works over the last axis of its tensor, or puts several together along their last."""
     given = all_arguments(node)
-    return is_last(given["dim"], value_of(given.get("self", node)).dim())
+    return is_last(given["dim"], value_of(given.get("self", node)))
 
 
 def reciprocal(x: Any) -> Pattern:
@@ -88,49 +86,27 @@ def over(x: Any, y: Any) -> Pattern:
     return Call("div", x, y) | Call("mul", x, Cast(reciprocal(y)))
 
 
-@dataclass(frozen=True)
-class AxisBack(Pattern):
-    """The pattern with an axis of size 1 put behind its last one."""
-
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        given = arguments(value, "self", "dim") if name_of(value) == "unsqueeze" else None
-        if given is not None and is_last(given["dim"], value_of(value).dim()):
-            yield from find(self.pattern, given["self"], match.with_node(value))
-        source = reshape_of(value)
-        if source is not None and _same_shape(value_of(value).shape, (*value_of(source).shape, 1)):
-            yield from find(self.pattern, source, match.with_node(value))
+def axis_back(node: Any) -> Node | None:
+    """Return the tensor behind whose last axis a node puts one of size 1."""
+    source = reshape_of(node)
+    if name_of(node) == "unsqueeze":
+        given = arguments(node, "self", "dim")
+        return given["self"] if given is not None and is_last(given["dim"], value_of(node)) else None
+    is_it = source is not None and same_shape(value_of(node).shape, (*value_of(source).shape, 1))
+    return source if is_it else None
 
 
-@dataclass(frozen=True)
-class Broadcast(Pattern):
-    """The pattern, expanded to a shape that multiplication gives it anyway, or not."""
-
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        while name_of(value) in ("expand", "expand_as"):
-            match, value = match.with_node(value), all_arguments(value)["self"]
-        yield from find(self.pattern, value, match)
+def expanded_from(node: Any) -> Node | None:
+    """Return the tensor that a node gives in a shape that multiplication gives it anyway."""
+    return all_arguments(node)["self"] if name_of(node) in ("expand", "expand_as") else None
 
 
-@dataclass(frozen=True)
-class FirstOfLast(Pattern):
-    """The pattern without its last axis, by a squeeze, or by the choice of the first element."""
-
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        given = arguments(value, "self", "dim", "index") if name_of(value) in ("squeeze", "select") else None
-        if given is None or "dim" not in given or given.get("index", 0) != 0:
-            return
-        if is_last(given["dim"], value_of(given["self"]).dim()):
-            yield from find(self.pattern, given["self"], match.with_node(value))
-
-
-def _same_shape(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+def first_of_last(node: Any) -> Node | None:
+    """Return the tensor whose last axis a node leaves out, by a squeeze, or by the choice of the first element."""
+    given = arguments(node, "self", "dim", "index") if name_of(node) in ("squeeze", "select") else None
+    if given is None or "dim" not in given or given.get("index", 0) != 0:
+        return None
+    return given["self"] if is_last(given["dim"], value_of(given["self"])) else None
 
 
 @dataclass(frozen=True)
@@ -155,7 +131,7 @@ class Mean(Pattern):
             return
         if isinstance(count, int):  # a trial with another size would need another number
             match = replace(match, sizes=(*match.sizes, count))
-        yield from find(self._over_axes("sum"), total, match.with_node(value))
+        yield from find(self._over_axes("sum"), total, match.with_nodes(value))
 
     def _over_axes(self, name: str) -> Pattern:
         return Call(name, self.pattern, self.dim, self.keepdim, dtype=IN_FLOAT32)
@@ -173,29 +149,8 @@ def _summed_elements(node: Any) -> Any:
 def _divides(name: str, number: Any, count: Any) -> bool:
     """Return True if a division by the number, or a product with it, makes a mean of a sum of `count` elements."""
     if name == "div":
-        return isinstance(number, int | float | torch.SymInt) and statically_known_true(number == count)
+        return isinstance(number, int | float | torch.SymInt) and same(number, count)
     return isinstance(number, float) and isinstance(count, int) and math.isclose(number * count, 1.0, rel_tol=1e-6)
-
-
-@dataclass(frozen=True)
-class TransposedMatrix(Pattern):
-    """A tensor of two axes, which are exchanged."""
-
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        if name_of(value) not in ("t", "numpy_T", "mT", "transpose", "permute"):
-            return
-        given = arguments(value, "self", "dim0", "dim1", "dims")
-        if given is None or value_of(value).dim() != 2:
-            return
-        dims = given.get("dims", [given.get("dim1", 1), given.get("dim0", 0)])
-        if "dims" in given or "dim0" not in given:
-            exchanged = [dim % 2 for dim in dims] == [1, 0]
-        else:
-            exchanged = dims[0] % 2 != dims[1] % 2
-        if exchanged:
-            yield from find(self.pattern, given["self"], match.with_node(value))
 
 
 @dataclass(frozen=True)
@@ -216,7 +171,7 @@ class Einsum(Pattern):
         for of_input, tensor, of_matrix, matrix in ((a, x, b, y), (b, y, a, x)):
             pattern = self._matrix(of_input, of_matrix, result) if arrow else None
             if pattern is not None:
-                for inner in find(self.input, tensor, match.with_node(value)):
+                for inner in find(self.input, tensor, match.with_nodes(value)):
                     yield from find(pattern, matrix, inner)
 
     def _matrix(self, of_input: str, of_matrix: str, result: str) -> Any:
@@ -238,7 +193,7 @@ def linear(input: str, weight: str, bias: str) -> Pattern:
     The weight is [V, H]; where it is [H, V], `of_columns` is captured.
     """
     x, w, b = KeywordArg(input), KeywordArg(weight, _is_matrix), KeywordArg(bias)
-    columns = TransposedMatrix(w) | With("of_columns", True, w)
+    columns = View(transposed_from, w) | With("of_columns", True, w)
     bare = Call("linear", x, w, None) | Call("matmul", x, columns) | Call("mm", x, columns) | Einsum(x, w, columns)
     return bare | Call("linear", x, w, b) | Call("addmm", b, x, columns) | Call("add", bare, b)
 
@@ -264,13 +219,13 @@ class AtPlaces(Pattern):
         if all(isinstance(x, Node) and _is_whole(x) for x in given["indices"]) and self._are_ranges(
             value, ranges, rows
         ):
-            for inner in find(self.pattern, given["self"], match.with_node(value)):
+            for inner in find(self.pattern, given["self"], match.with_nodes(value)):
                 yield from find(self.index, last, inner)
 
     @staticmethod
     def _are_ranges(node: Node, ranges: list[Node], rows: Sequence[Any]) -> bool:
         """Return True if the node has one element for each row, and each index is the position along its axis."""
-        is_whole = _same_shape(value_of(node).shape, rows)
+        is_whole = same_shape(value_of(node).shape, rows)
         return is_whole and all(_counts(x, i, rows) for i, x in enumerate(ranges))
 
 
@@ -308,10 +263,8 @@ class _RowOf(Pattern):
         given = arguments(item, "self", "dim", "index") if name_of(item) in ("select", "unbind") else None
         if given is None or given["dim"] != 0 or given.get("index", index) != self.row:
             return
-        if statically_known_true(value_of(given["self"]).shape[0] == self.rows):
-            for node in {value, item}:
-                match = match.with_node(node)
-            yield from match.bind(self.name, given["self"])
+        if same(value_of(given["self"]).shape[0], self.rows):
+            yield from match.with_nodes(*{value, item}).bind(self.name, given["self"])
 
 
 @dataclass(frozen=True)
@@ -326,7 +279,7 @@ class EachRow(Pattern):
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         given = arguments(value, "tensors", "dim") if name_of(value) == "stack" else None
         if given is not None and given["dim"] == 0:
-            yield from self._find_rows(given["tensors"], 0, match.with_node(value))
+            yield from self._find_rows(given["tensors"], 0, match.with_nodes(value))
 
     def _find_rows(self, rows: Any, first: int, match: Match) -> Iterator[Match]:
         if first == len(rows):

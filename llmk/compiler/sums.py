@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from llmk.compiler.patterns import OVERLOAD, name_of, value_of
-from llmk.compiler.sizes import same
+from llmk.compiler.patterns import OVERLOAD, name_of, same_shape, value_of
 
 NAME = "sum_of_products"
 VIEWS = frozenset({"view", "reshape", "_unsafe_view"})
@@ -65,7 +64,7 @@ def products_of(node: Node) -> list[Node]:
 def _alike(a: Node, b: Node) -> bool:
     """Return True if they have the same dtype and shape, for any sizes."""
     x, y = value_of(a), value_of(b)
-    return x.dtype == y.dtype and x.dim() == y.dim() and all(map(same, x.shape, y.shape))
+    return x.dtype == y.dtype and same_shape(x.shape, y.shape)
 
 
 def _without_views(node: Node, reader: Node) -> Node | None:

@@ -18,41 +18,13 @@ from torch import Tensor
 from torch.fx import Node
 
 import llmk.accuracy
-from llmk.compiler.patterns import Match, RewritePattern, cast_of, item_of, name_of, value_of
+from llmk.compiler.patterns import Match, RewritePattern, cast_of, is_view, value_of
 from llmk.compiler.shrink import symbol_hints
 from llmk.compiler.trial import Comparison, Untried, difference
 from llmk.registry.private.compilers import cache_folder, hint_of
 
-VIEWS = frozenset(
-    {
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "permute",
-        "t",
-        "expand",
-        "expand_as",
-        "tensor_split",
-        "chunk",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "flatten",
-        "unflatten",
-        "narrow",
-    }
-)
 _known: dict[str, tuple[str, str]] = {}
 """The outcomes of comparisons by key: the difference, and why it could not be tried; both may be empty."""
-
-
-def is_view(node: Node) -> bool:
-    return name_of(node) in VIEWS or item_of(node) is not None
 
 
 def cached_difference(

@@ -3,7 +3,8 @@
 Each takes `(input [B, S, H], linear_weight [V, H], target [B, S], ...)`, already shifted, and returns the loss and a
 dict of detached metrics. They call `fused_linear_preference`, `fused_linear_policy`, `fused_linear_jsd`,
 `fused_linear_ce` and, if gradients can only be computed in the backward pass, `linear_logprobs` of `llmk.functional`.
-`info_nce` takes two sets of embeddings instead, and calls the operator of its name.
+`info_nce` takes two sets of embeddings instead, and calls the operator of its name. `router_balance` and `router_z`
+take the sums of `router_topk_sums`.
 """
 
 from llmk.losses.contrastive import info_nce
@@ -14,6 +15,7 @@ from llmk.losses.draft import draft
 from llmk.losses.grpo import grpo
 from llmk.losses.kto import kto
 from llmk.losses.ppo import ppo, reinforce, rloo
+from llmk.losses.router import router_balance, router_z
 from llmk.losses.sampling_ratio import sampling_ratio
 from llmk.losses.supervised import dft, multi_token, sft
 
@@ -32,6 +34,8 @@ __all__ = [
     "ppo",
     "reinforce",
     "rloo",
+    "router_balance",
+    "router_z",
     "sampling_ratio",
     "sft",
     "simpo",

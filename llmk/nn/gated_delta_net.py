@@ -7,7 +7,7 @@ from llmk import functional
 from llmk.nn.convolution import CausalConv1d
 from llmk.nn.norms import RMSNormGated
 from llmk.ops.convolution.causal_conv1d import MOST_TAPS
-from llmk.ops.recurrence import LARGEST_HEAD
+from llmk.ops.recurrence import LARGEST_KEY, LARGEST_VALUE
 from llmk.registry import check_size
 
 State = tuple[Tensor, Tensor]
@@ -44,8 +44,8 @@ class GatedDeltaNet(nn.Module):
         check_size("hidden_size", hidden_size)
         check_size("num_v_heads", num_v_heads)
         check_size("num_k_heads", num_k_heads)
-        check_size("head_v_dim", head_v_dim, most=LARGEST_HEAD)
-        check_size("head_k_dim", head_k_dim, most=LARGEST_HEAD)
+        check_size("head_v_dim", head_v_dim, most=LARGEST_VALUE)
+        check_size("head_k_dim", head_k_dim, most=LARGEST_KEY)
         check_size("conv_kernel_size", conv_kernel_size, 2, MOST_TAPS)
         if num_v_heads % num_k_heads:
             raise ValueError(f"num_v_heads: expected a multiple of {num_k_heads} key heads, got {num_v_heads}")

@@ -5,17 +5,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from llmk.registry import check_floating, check_not_negative, check_size
+from llmk import functional
+from llmk.registry import check_dtype, check_not_negative, check_size
+
+MAX_STREAMS = 7
+"""More have more weights than `rms_linear` has outputs."""
 
 
-def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Matrices `[..., N, N]` whose rows and columns sum to 1, as far as so many turns go: columns are the last."""
-    matrix = logits.softmax(-1) + eps
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-    return matrix
+def stream_weights(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, iterations: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p `[..., N]`, q `[..., N]` and C `[..., N, N]` of `HyperConnection` for each token, in float32."""
+    n = streams.shape[-2]
+    logits = functional.rms_linear(streams.flatten(-2), fn, norm_eps)
+    sizes = (n, n, n * n)
+    parts = zip(logits.split(sizes, -1), base.float().split(sizes), scale.float().unbind(), strict=True)
+    read, write, mix = (part * factor + start for part, start, factor in parts)
+    mixed = functional.sinkhorn(mix.unflatten(-1, (n, n)), iterations, eps)
+    return torch.sigmoid(read) + eps, 2 * torch.sigmoid(write), mixed
 
 
 class HyperConnection(nn.Module):
@@ -30,18 +37,18 @@ class HyperConnection(nn.Module):
         y_j = q_j * f(sum_i p_i * x_i) + sum_i C_ij * x_i
 
     where sinkhorn divides the softmax of each row by the sums of columns and of rows in turn. All is float32, and what
-    the layer reads and the streams are rounded to the dtype of x. It is plain PyTorch around the layer: compile it, for
-    eager mode launches a hundred small kernels.
+    the layer reads and the streams are rounded to the dtype of x. `llmk.functional` has n @ fn.T as
+    `rms_linear`, `sinkhorn`, the sum that the layer reads as `read_streams`, and the last line as `write_streams`.
 
-    Call it with the streams, floating `[..., N, H]`, and the layer, a function of `[..., H]` in their dtype that keeps
-    the shape; the new streams have the shape and dtype of the old.
+    Call it with the streams, `[..., N, H]` in float32, float16 or bfloat16, and the layer, a function of `[..., H]` in
+    their dtype that keeps the shape; the new streams have the shape and dtype of the old.
 
     Parameters: `fn [N * N + 2 * N, N * H]`, `base [N * N + 2 * N]` and `scale [3]`, those of Hugging Face's
     `DeepseekV4HyperConnection`.
 
     Args:
         hidden_size: H.
-        streams: N.
+        streams: N, at most 7.
         iterations: Of Sinkhorn and Knopp's algorithm, each a division by the sums of rows and one by those of columns.
         eps: Added to p, to the softmax and to the sums that are divided by, at least 0.
         norm_eps: Added to the mean square, at least 0.
@@ -60,8 +67,9 @@ class HyperConnection(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("hidden_size", hidden_size), ("streams", streams), ("iterations", iterations)):
+        for name, size in (("hidden_size", hidden_size), ("iterations", iterations)):
             check_size(name, size)
+        check_size("streams", streams, most=MAX_STREAMS)
         check_not_negative("eps", eps)
         check_not_negative("norm_eps", norm_eps)
         self.hidden_size, self.streams, self.iterations = hidden_size, streams, iterations
@@ -82,27 +90,13 @@ class HyperConnection(nn.Module):
             raise ValueError(
                 f"input: expected shape [..., {self.streams}, {self.hidden_size}], got {tuple(input.shape)}"
             )
-        check_floating("input", input)
-        read, write, mix = self._weights(input)
-        streams = input.float()
-        output = layer((read.unsqueeze(-1) * streams).sum(-2).to(input.dtype))
+        check_dtype("input", input)
+        options = {"iterations": self.iterations, "eps": self.eps, "norm_eps": self.norm_eps}
+        read, write, mix = stream_weights(input, self.fn, self.base, self.scale, **options)
+        output = layer(functional.read_streams(input, read))
         if output.shape != input.shape[:-2] + input.shape[-1:]:
             raise ValueError(f"layer: expected a result in the shape of its input, got {tuple(output.shape)}")
-        result = write.unsqueeze(-1) * output.float().unsqueeze(-2)
-        for i in range(self.streams):
-            result = result + mix[..., i, :].unsqueeze(-1) * streams[..., i, None, :]
-        return result.to(input.dtype)
-
-    def _weights(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return p `[..., N]`, q `[..., N]` and C `[..., N, N]` for each token."""
-        n, row = self.streams, input.flatten(-2).float()
-        rstd = torch.rsqrt(row.square().mean(-1, keepdim=True) + self.norm_eps)
-        logits = nn.functional.linear(row, self.fn.float()) * rstd
-        sizes = (n, n, n * n)
-        parts = zip(logits.split(sizes, -1), self.base.float().split(sizes), self.scale.float().unbind(), strict=True)
-        read, write, mix = (part * scale + base for part, base, scale in parts)
-        mixed = sinkhorn(mix.unflatten(-1, (n, n)), self.iterations, self.eps)
-        return torch.sigmoid(read) + self.eps, 2 * torch.sigmoid(write), mixed
+        return functional.write_streams(input, output, write, mix)
 
     def extra_repr(self) -> str:
         return (

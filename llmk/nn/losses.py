@@ -156,6 +156,7 @@ class LinearLogProbs(_OperatorLoss, operator="linear_logprobs"):
         chunk_size: int = 0,
         logits_dtype: torch.dtype | None = None,
         add_tail: bool = False,
+        entropy: bool = True,
     ) -> None:
         super().__init__()
         check_temperature(temperature)
@@ -163,9 +164,10 @@ class LinearLogProbs(_OperatorLoss, operator="linear_logprobs"):
         check_switch("softcap", softcap)
         check_chunk_size(chunk_size)
         check_flag("add_tail", add_tail)
+        check_flag("entropy", entropy)
         self.temperature, self.logit_scale, self.softcap = temperature, logit_scale, softcap
         self.ignore_index, self.skip_ignored, self.chunk_size = ignore_index, skip_ignored, chunk_size
-        self.logits_dtype, self.add_tail = logits_dtype, add_tail
+        self.logits_dtype, self.add_tail, self.entropy = logits_dtype, add_tail, entropy
 
     def forward(
         self,

@@ -24,7 +24,7 @@ CHANGES = "_llmk_changes"
 class Change:
     """Replacements for methods of a class. Changes that are equal do the same; they can be pickled."""
 
-    adds = False
+    adds = projects = False
     method = "forward"
     """The method that it replaces."""
 

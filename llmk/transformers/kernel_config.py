@@ -29,12 +29,16 @@ from llmk.transformers.probe import (
 )
 from llmk.transformers.recurrences import DeltaRule, Scan, WholeLayer
 from llmk.transformers.slots import LAYERS
+from llmk.transformers.steps import CausalConv1dStep, DeltaRuleStep
 
 DEVICES = ("cpu", "cuda", "rocm")
 FUNCTIONS: dict[str, FunctionForm] = {
     "causal_conv1d_fn": CausalConv1d(),
+    "causal_conv1d_update": CausalConv1dStep(),
     "chunk_gated_delta_rule": DeltaRule(),
     "chunk_kda": DeltaRule(grouped=False, channels=True),
+    "fused_recurrent_gated_delta_rule": DeltaRuleStep(),
+    "fused_recurrent_kda": DeltaRuleStep(grouped=False, channels=True),
     "mamba_chunk_scan_combined": Scan(),
     "mamba_split_conv1d_scan_combined": WholeLayer(),
 }

@@ -61,6 +61,12 @@ class Norm(Change):
         return f"{self.form.op}, 1 + weight" if self.form.offset else self.form.op
 
     @property
+    def projects(self) -> bool:
+        """Return True if its forward takes a weight `[P, N]` too, and returns the product with the norm in float32."""
+        alone = self.form.op == "rms_norm" and self.form.parameters == (None, None)
+        return alone and (torch.float32, None) in self.proven
+
+    @property
     def adds(self) -> bool:
         """Return True if its forward takes a residual too, and returns their sum beside the norm of it."""
         return self.form.op == "rms_norm"
@@ -68,18 +74,32 @@ class Norm(Change):
     def methods(self, base: type) -> dict[str, Any]:
         form, proven = self.form, self.proven
 
-        def own(self: Any, input: Tensor | None = None, residual: Tensor | None = None, **named: Tensor) -> Any:
+        def own(
+            self: Any,
+            input: Tensor | None = None,
+            residual: Tensor | None = None,
+            projection: Tensor | None = None,
+            **named: Tensor,
+        ) -> Any:
             given = () if input is None else (input,)
+            if input is not None and projection is not None:
+                return nn.functional.linear(base.forward(self, input.float()), projection.float())
             if input is None or residual is None:
                 return base.forward(self, *given, **named)
             total = input + residual
             return base.forward(self, total, **named), total
 
         def forward(
-            self: nn.Module, input: Tensor | None = None, residual: Tensor | None = None, **named: Tensor
+            self: nn.Module,
+            input: Tensor | None = None,
+            residual: Tensor | None = None,
+            projection: Tensor | None = None,
+            **named: Tensor,
         ) -> Any:
             if input is None or named:
                 return own(self, input, residual, **named)
+            if projection is not None:
+                return functional.rms_linear(input, projection, form.used_eps)
             weight, bias = (None if name is None else getattr(self, name) for name in form.parameters)
             known = (input.dtype, None if weight is None else weight.dtype) in proven
             if not known or not has_plain_weights(self, weight, bias):

@@ -37,6 +37,7 @@ from llmk.transformers.residuals import Residual
 from llmk.transformers.rewrite import CannotRewrite, Edit, Rewrite, Source, source_of
 from llmk.transformers.rotary import RopeFinder
 from llmk.transformers.steps import CausalConv1dStep, DeltaRuleStep
+from llmk.transformers.streams import find_streams
 
 Finder = Callable[[nn.Module, Source], Edit | None]
 KINDS = {
@@ -45,6 +46,7 @@ KINDS = {
     "experts": "experts",
     "rope": "rope",
     "residuals": "residual",
+    "streams": "streams",
     "convolutions": "convolution",
     "recurrences": "recurrence",
     "loss": "loss",
@@ -72,6 +74,7 @@ def patch(
     experts: bool = True,
     rope: bool = True,
     residuals: bool = True,
+    streams: bool = True,
     convolutions: bool = True,
     recurrences: bool = True,
     loss: bool = True,
@@ -97,6 +100,8 @@ def patch(
         experts: The experts of mixtures in packed weights, whole.
         rope: The rotary embedding of queries and keys.
         residuals: A residual sum and the RMSNorm that follows it, in one.
+        streams: Hyper-connections: the product with the normalized residual streams, where norms are replaced too,
+            Sinkhorn's projection, what a layer reads of the streams, and what they become.
         convolutions: The short causal convolution before a recurrence, and its update by one token.
         recurrences: The gated delta rule, also Kimi Linear's, over chunks of tokens and by one token, and the scan of
             Mamba-2 over chunks.
@@ -117,7 +122,7 @@ def patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     layers = {"norms": norms, "experts": experts, "mlps": mlps, "rope": rope, "residuals": residuals}
-    hybrid = {"convolutions": convolutions, "recurrences": recurrences}
+    hybrid = {"streams": streams, "convolutions": convolutions, "recurrences": recurrences}
     options = layers | hybrid | {"loss": loss, "masks": masks, "skip_ignored": skip_ignored}
     for name, value in options.items():
         check_flag(name, value)
@@ -181,6 +186,7 @@ class Plan:
             "mlp": GateFinder(),
             "rope": RopeFinder(),
             "residual": self._residual,
+            "streams": find_streams,
             "convolution": CallFinder(Convolution, *CONVOLUTIONS),
             "recurrence": CallFinder(Recurrence, *RECURRENCES),
             "mask": find_masks,

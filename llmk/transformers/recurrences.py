@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmk import functional
-from llmk.ops.recurrence import LARGEST_HEAD
+from llmk.ops.recurrence import LARGEST_KEY, LARGEST_VALUE
 from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
 from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference
 from llmk.registry.record import FLOAT_DTYPES
@@ -305,7 +305,7 @@ def _fits(q: Any, k: Any, v: Any, for_heads: Sequence[Any], state: Any) -> bool:
         return False
     if q.shape[:2] != v.shape[:2] or 0 in q.shape[2:] or 0 in v.shape[2:] or v.shape[2] % q.shape[2]:
         return False
-    if any(t.shape != v.shape[:3] for t in for_heads) or max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
+    if any(t.shape != v.shape[:3] for t in for_heads) or q.shape[3] > LARGEST_KEY or v.shape[3] > LARGEST_VALUE:
         return False
     return state is None or (isinstance(state, Tensor) and state.dtype in FLOAT_DTYPES and state.dim() == 4)
 

@@ -17,6 +17,7 @@ from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.convolutions import convolution
 from llmk.transformers.packing import packing_of
 from llmk.transformers.recurrences import GATE, NO_LIMIT, delta_rule, fits_delta_rule, fits_scan, scan
+from llmk.transformers.steps import convolution_step, delta_rule_step, fits_convolution_step, fits_delta_rule_step
 
 
 def _alike(*tensors: Tensor) -> bool:
@@ -107,6 +108,25 @@ class CausalConv1dFn(nn.Module):
         return convolution(hidden_states, weight, bias, activation, kwargs)
 
 
+class CausalConv1dUpdate(nn.Module):
+    """`causal_conv1d_update` of hybrids: hidden_states `[B, D, 1]`; it updates conv_state `[B, D, S]`."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        if not fits_convolution_step(hidden_states, conv_state, weight, bias, activation):
+            return type(self).forward(self, hidden_states, conv_state, weight, bias, activation=activation)
+        return convolution_step(hidden_states, conv_state, weight, bias, activation)
+
+
 def _delta_rule_forward(*, channels: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Make the forward method of the two layers below: a slot gives it to the model's module, without their class."""
 
@@ -150,6 +170,50 @@ class ChunkKDA(nn.Module):
     can_torch_compile = True
     has_backward = True
     forward = _delta_rule_forward(channels=True)
+
+
+def _delta_rule_step_forward(*, channels: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Make the forward method of the two layers below, as `_delta_rule_forward` does."""
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        options = {
+            "initial_state": initial_state,
+            "output_final_state": output_final_state,
+            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        }
+        fits = fits_delta_rule_step(query, key, value, g, beta, options, channels)
+        if not fits or (channels and query.shape[2] != value.shape[2]):
+            return type(self).forward(self, query, key, value, g, beta, **options, **kwargs)
+        return delta_rule_step(query, key, value, g, beta, options)
+
+    return forward
+
+
+class FusedRecurrentGatedDeltaRule(nn.Module):
+    """`fused_recurrent_gated_delta_rule` of hybrids: the arguments of `chunk_gated_delta_rule`, of one token."""
+
+    can_torch_compile = True
+    has_backward = True
+    forward = _delta_rule_step_forward(channels=False)
+
+
+class FusedRecurrentKDA(nn.Module):
+    """`fused_recurrent_kda` of Kimi Linear: the arguments of `chunk_kda`, of one token."""
+
+    can_torch_compile = True
+    has_backward = True
+    forward = _delta_rule_step_forward(channels=True)
 
 
 class MambaChunkScanCombined(nn.Module):
@@ -307,8 +371,11 @@ LAYERS: dict[str, type[nn.Module]] = {
     "RMSNormGated": RMSNormGated,
     "SoftmaxTopKRouter": SoftmaxTopKRouter,
     "causal_conv1d_fn": CausalConv1dFn,
+    "causal_conv1d_update": CausalConv1dUpdate,
     "chunk_gated_delta_rule": ChunkGatedDeltaRule,
     "chunk_kda": ChunkKDA,
+    "fused_recurrent_gated_delta_rule": FusedRecurrentGatedDeltaRule,
+    "fused_recurrent_kda": FusedRecurrentKDA,
     "mamba_chunk_scan_combined": MambaChunkScanCombined,
     "mamba_split_conv1d_scan_combined": MambaSplitConv1dScanCombined,
     "SwiGLUMLP": SwiGLUMLP,

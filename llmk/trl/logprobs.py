@@ -62,6 +62,7 @@ class LogProbs(Counted):
             temperature=temperature,
             logit_scale=logit_scale,
             softcap=softcap or 0.0,
+            entropy="entropy" in outputs,
         )
         metrics = tuple(name for name in outputs if name not in DIFFERENTIABLE)
         others: tuple[Tensor | None, ...] = (None, None, None)

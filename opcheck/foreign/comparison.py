@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, device_of, incoming_gradients, representatives
+from llmk.opcheck.calls import call, device_of, first_line, incoming_gradients, representatives
 from llmk.opcheck.foreign.adapters import form_of, tensors_in
-from llmk.opcheck.foreign.signatures import first_words
-from llmk.opcheck.inputs import NothingToCheck
+from llmk.opcheck.inputs import NothingToCheck, mapped
 from llmk.registry import Op, Sample
 from llmk.registry.private.operators import overload_of
 
@@ -51,7 +50,7 @@ def resolved(op: Op, device: torch.device, asked: Sequence[torch.dtype] | None) 
     try:
         _called(reference, sample, lambda tensor: tensor)
     except Exception as error:
-        raise NothingToCheck(f"the reference refuses the call {sample} ({first_words(error)})") from error
+        raise NothingToCheck(f"the reference refuses the call {sample} ({first_line(error)})") from error
     if _computes_in_float64(reference, sample):
         return dataclasses.replace(op, reference=reference.function), []
     if form_of(overload_of(op.overload)).mutated:
@@ -65,20 +64,13 @@ def resolved(op: Op, device: torch.device, asked: Sequence[torch.dtype] | None) 
 
 
 def _called(function: Callable[..., Any], sample: Sample, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def changed(tensor: Tensor) -> Tensor:
+        return change(tensor.detach().clone()) if tensor.is_floating_point() else tensor.clone()
+
     with torch.no_grad():
-        args = [_mapped(change, value) for value in sample.args]
-        kwargs = {name: _mapped(change, value) for name, value in sample.kwargs.items()}
+        args, kwargs = mapped(changed, sample.args), mapped(changed, sample.kwargs)
         outputs = list(tensors_in(function(*args, **kwargs)))
         return outputs or list(tensors_in([*args, *kwargs.values()]))
-
-
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The value with a changed clone for each floating tensor."""
-    if isinstance(value, Tensor):
-        return change(value.detach().clone()) if value.is_floating_point() else value.clone()
-    if isinstance(value, list | tuple):
-        return [_mapped(change, item) for item in value]
-    return value
 
 
 def _computes_in_float64(reference: Callable[..., Any], sample: Sample) -> bool:
@@ -102,20 +94,16 @@ def _computes_in_float64(reference: Callable[..., Any], sample: Sample) -> bool:
 def _in_float32(reference: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, in float32 on float64 tensors."""
 
-    def narrow(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [narrow(item) for item in value]
-        return value.float() if isinstance(value, Tensor) and value.dtype == torch.float64 else value
+    def narrow(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype == torch.float64 else tensor
 
-    def widen(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [widen(item) for item in value]
-        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    def widen(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
 
     def in_float32(*args: Any, **kwargs: Any) -> Any:
         is_exact = any(tensor.dtype == torch.float64 for tensor in tensors_in([*args, *kwargs.values()]))
-        results = reference(*map(narrow, args), **{name: narrow(value) for name, value in kwargs.items()})
-        return widen(results) if is_exact else results
+        results = reference(*mapped(narrow, args), **mapped(narrow, kwargs))
+        return mapped(widen, results) if is_exact else results
 
     return in_float32
 

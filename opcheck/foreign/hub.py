@@ -17,6 +17,7 @@ from torch import nn
 from llmk.opcheck.calls import call, first_line, representatives
 from llmk.opcheck.foreign.signatures import Unrecorded, record_of, unmade
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, no_reference
+from llmk.opcheck.promises.compiled import compiled_call
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
 
@@ -141,7 +142,7 @@ def can_torch_compile(op: Op, samples: Sequence[Sample]) -> str:
     if not isinstance(op, Layer) or INTERPRET:
         raise NothingToCheck
     torch.compiler.reset()
-    traced = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), backend="aot_eager", fullgraph=True)
+    traced = compiled_call(op, backend="aot_eager")
     try:
         call(op, representatives(op, samples)[0], fn=traced)
     except Exception as error:

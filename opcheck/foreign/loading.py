@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from llmk import registry
+from llmk.opcheck.calls import first_line
 from llmk.opcheck.foreign.hub import ops_of, package_file, repository
 from llmk.opcheck.foreign.kernelbench import problem_of
-from llmk.opcheck.foreign.signatures import first_words, record_of
+from llmk.opcheck.foreign.signatures import record_of
 from llmk.opcheck.promises.process_state import functions
 from llmk.opcheck.runner import require_known
 from llmk.registry import Op
@@ -82,7 +83,7 @@ def _problem(module: Any, before: dict[str, Any], name: str) -> Op:
     try:
         return problem_of(module, before)
     except Exception as error:  # the problem's own
-        raise NotLoaded(f"{name}: {first_words(error)}") from error
+        raise NotLoaded(f"{name}: {first_line(error)}") from error
 
 
 def named(name: str) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from llmk.opcheck.inputs import mapped
 from llmk.registry import Op, Sample
 from llmk.registry.private.operators import is_overload, overload_of, schema_of
 
@@ -119,7 +120,7 @@ class _Recording(TorchFunctionMode):
         if key not in self.seen:
             self.seen.add(key)
             calls = self.calls.setdefault(name, [])
-            calls.append(Sample(_copied(args), _copied(kwargs), why=f"recorded call {len(calls)}"))
+            calls.append(Sample(mapped(_copied, args), mapped(_copied, kwargs), why=f"recorded call {len(calls)}"))
 
 
 def _look(value: Any) -> Any:
@@ -130,21 +131,14 @@ def _look(value: Any) -> Any:
     return tuple((name, _look(item)) for name, item in value.items()) if isinstance(value, dict) else repr(value)
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copied, value))
-    return {name: _copied(item) for name, item in value.items()} if isinstance(value, dict) else value
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _moved(sample: Sample, device: torch.device, dtype: torch.dtype) -> Sample:
     """The sample on a device, its floating-point tensors in a dtype."""
 
-    def move(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.detach().to(device, dtype if value.is_floating_point() else value.dtype)
-        return [move(item) for item in value] if isinstance(value, list | tuple) else value
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
-    kwargs = {name: move(value) for name, value in sample.kwargs.items()}
-    return Sample(tuple(move(value) for value in sample.args), kwargs, why=sample.why)
+    return Sample(mapped(move, sample.args), mapped(move, sample.kwargs), why=sample.why)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from llmk.accuracy.neighbours import copy_with_layout
 from llmk.opcheck.availability import names_device
+from llmk.opcheck.calls import first_line
 from llmk.opcheck.foreign.adapters import Argument, Form, form_of, tensors_in
-from llmk.opcheck.inputs import NothingToCheck, no_reference
+from llmk.opcheck.inputs import NothingToCheck, mapped, no_reference
 from llmk.registry import Op, Sample
 from llmk.registry.private.operators import is_overload, overload_of, schema_of
 
@@ -203,7 +204,7 @@ def _with_samples(op: Op, device: torch.device) -> tuple[Op, str]:
     else:
         raise NothingToCheck(
             f"no samples: it refuses those made from its signature, such as {_PLANS[0].words} "
-            f"({first_words(errors[0])}); give samples"
+            f"({first_line(errors[0])}); give samples"
         )
     recipes = [partial(making.sample, rows, columns, why=why) for rows, columns, why in _SIZES]
     recipes += [
@@ -264,18 +265,15 @@ def _results(
     """The results of a call on copies, and those of the copies that want a gradient, by argument."""
     leaves: dict[str, list[Tensor]] = {name: [] for name in wanted}
 
-    def fresh(name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [fresh(name, item) for item in value]
-        if not isinstance(value, Tensor):
-            return value
-        copy = copy_with_layout(value)
+    def fresh(name: str, tensor: Tensor) -> Tensor:
+        copy = copy_with_layout(tensor)
         if name in wanted and copy.is_floating_point():
             leaves[name].append(copy.requires_grad_())
         return copy
 
-    args = [fresh(argument.name, value) for argument, value in zip(form.arguments, sample.args, strict=False)]
-    kwargs = {name: fresh(name, value) for name, value in sample.kwargs.items()}
+    named = zip(form.arguments, sample.args, strict=False)
+    args = [mapped(partial(fresh, argument.name), value) for argument, value in named]
+    kwargs = {name: mapped(partial(fresh, name), value) for name, value in sample.kwargs.items()}
     return list(tensors_in(function(*args, **kwargs))), leaves
 
 
@@ -284,13 +282,9 @@ def _without_refused_dtypes(op: Op, device: torch.device) -> tuple[Op, list[str]
     for dtype in op.dtypes:
         error = _takes(op, form, device, next(iter(op.samples(device, dtype))))
         if error is not None:
-            refused[dtype] = f"{str(dtype).removeprefix('torch.')}, which it refuses ({first_words(error)})"
+            refused[dtype] = f"{str(dtype).removeprefix('torch.')}, which it refuses ({first_line(error)})"
     op = dataclasses.replace(op, dtypes=tuple(dtype for dtype in op.dtypes if dtype not in refused))
     return op, [f"not in {words}" for words in refused.values()]
-
-
-def first_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _differentiable(op: Op, device: torch.device) -> tuple[str, ...]:
@@ -313,18 +307,14 @@ def _has_formula(operator: Any, sample: Sample) -> bool:
     if not is_overload(operator):
         return True
     utility = "test_autograd_registration"
-    args, kwargs = _wanting(sample.args), {name: _wanting(value) for name, value in sample.kwargs.items()}
+    args, kwargs = mapped(_wanting, sample.args), mapped(_wanting, sample.kwargs)
     result = torch.library.opcheck(operator, args, kwargs, test_utils=utility, raise_exception=False)[utility]
     return not isinstance(result, AssertionError)
 
 
-def _wanting(value: Any) -> Any:
-    """Return copies that want a gradient where they can."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(_wanting, value))
-    if not isinstance(value, Tensor):
-        return value
-    return copy_with_layout(value).requires_grad_(value.is_floating_point())
+def _wanting(tensor: Tensor) -> Tensor:
+    """Return a copy that wants a gradient where it can."""
+    return copy_with_layout(tensor).requires_grad_(tensor.is_floating_point())
 
 
 def _with_gradient(form: Form, function: Callable[..., Any], sample: Sample, names: Sequence[str]) -> set[str]:

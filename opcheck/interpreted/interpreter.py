@@ -215,6 +215,11 @@ def _replacements() -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
     )
 
 
+def _tell(what: str, words: str) -> None:
+    for watch in _watches:
+        getattr(watch, what).append(words)
+
+
 def _watching_launch(original: Any) -> Any:
     def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
         signature = inspect.signature(executor.fn)
@@ -231,8 +236,7 @@ def _watching_launch(original: Any) -> Any:
                 original(executor, *args, **kwargs)
                 return launch
             except interpreter.InterpreterError as error:
-                for watch in _watches:
-                    watch.failed.append(f"{executor.fn.__name__} fails: {str(error).partition(chr(10))[0]}")
+                _tell("failed", f"{executor.fn.__name__} fails: {str(error).partition(chr(10))[0]}")
                 broken = _broken_promise(error)
                 if broken is None:
                     raise
@@ -244,9 +248,7 @@ def _watching_launch(original: Any) -> Any:
             watch.launches += 1
         if any(watch.reorder for watch in _watches):
             for words, is_race in _order_dependent(run, named):
-                for watch in _watches:
-                    found = watch.races if is_race else watch.reordered_sums
-                    found.append(f"{executor.fn.__name__}: {words}")
+                _tell("races" if is_race else "reordered_sums", f"{executor.fn.__name__}: {words}")
         else:
             run()
 
@@ -348,8 +350,7 @@ def _checking_atomic(original: Any) -> Any:
     def atomic(builder: Any, kind: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         found = _found(pointers, mask, "changes")
         if _launch is not None and pointers.get_element_ty().is_floating():
-            for watch in _watches:
-                watch.float_atomics.append(f"{_launch.kernel}: tl.atomic_{kind.name.lower()} on floats")
+            _tell("float_atomics", f"{_launch.kernel}: tl.atomic_{kind.name.lower()} on floats")
             if _launch.tracks:
                 (_launch.summed if kind.name == "FADD" else _launch.stored).append(_active(found, mask))
         return original(builder, kind, found, value, mask, *rest)
@@ -446,8 +447,7 @@ def _keeping_trace(original: Any) -> Any:
 def _checking_offset(original: Any) -> Any:
     def add_offset(builder: Any, pointer: Any, offset: Any) -> Any:
         if _launch is not None and PRODUCT in origins_of(offset.data):
-            for watch in _watches:
-                watch.short_offsets.append(_launch.short_offset(pointer))
+            _tell("short_offsets", _launch.short_offset(pointer))
         return original(builder, pointer, offset)
 
     return add_offset

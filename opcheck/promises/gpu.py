@@ -10,20 +10,33 @@ from torch import Tensor
 from llmk.accuracy.neighbours import copy_with_layout
 from llmk.opcheck.calls import call, first_line, incoming_gradients, require_accurate, resized
 from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, differentiable_inputs, prepare
+from llmk.opcheck.promises.compiled import call_compiled, compiled_call
 from llmk.registry import Op, Sample
-from llmk.registry.private.compilers import compile_errors
 from llmk.registry.private.tensors import delay_stream
 
 _DELAY = 50_000_000
 """Cycles: some 25 ms, in which a kernel that does not wait is long done."""
 
 
+@contextlib.contextmanager
+def generator_kept() -> Iterator[None]:
+    """Put the generator of the current GPU back where a capture fails: it would hold every later call to be in one."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        generator.graphsafe_set_state(before)
+        raise
+
+
+@generator_kept()
 def cuda_graphs(op: Op, samples: Sequence[Sample]) -> None:
     """3: captured and replayed on other inputs, by hand and by `mode="reduce-overhead"`, which does capture it."""
     sample = next(resized(op, samples, [37]), samples[0])
     _require_replayed(op, sample)
     torch.compiler.reset()
-    fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), fullgraph=True, mode="reduce-overhead")
+    fn = compiled_call(op, mode="reduce-overhead")
     with counted_replays() as count:
         for _ in range(4):
             _require_right_step(op, sample, fn)
@@ -37,11 +50,7 @@ def _require_right_step(op: Op, sample: Sample, fn: Callable[..., Any]) -> None:
     has nothing to compute.
     """
     torch.compiler.cudagraph_mark_step_begin()
-    try:
-        outcome = call(op, sample, fn=fn)
-    except compile_errors() as error:
-        raise BrokenPromise(f"{sample}: does not compile: {first_line(error)}") from error
-    require_accurate(op, sample, outcome)
+    require_accurate(op, sample, call_compiled(op, sample, fn))
 
 
 def require_captured(sample: Sample, replays: list[int]) -> None:
@@ -81,6 +90,7 @@ def _require_replayed(op: Op, sample: Sample) -> None:
         raise BrokenPromise(f"captured, and replayed with other inputs: {error}", error.wrong) from None
 
 
+@generator_kept()
 def capture(
     op: Op, sample: Sample, grads: Callable[[Sequence[Tensor]], list[Tensor]] = incoming_gradients
 ) -> tuple[torch.cuda.CUDAGraph, Outcome]:

@@ -11,9 +11,10 @@ from llmk.opcheck.calls import call, incoming_gradients, representatives, requir
 from llmk.opcheck.inputs import (
     BrokenPromise,
     Outcome,
+    all_finite,
     as_list,
-    comparable,
     differentiable_inputs,
+    largest,
     prepare,
     rebound,
     same_bits,
@@ -50,8 +51,8 @@ def require_finite(op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Se
     A call one of whose exact gradients is too large (`gradient_overflows`) is left alone: its optimizer step is lost
     whatever the others are, which is how a gradient scaler of float16 notices.
     """
-    gradients = [gradient for gradient in outcome.gradients.values() if gradient is not None]
-    if all(map(_finite, gradients)) or not all(map(_finite, outcome.outputs)):
+    gradients = outcome.gradients.values()
+    if all_finite(gradients) or not all_finite(outcome.outputs):
         return
     reference = reference_for(op, sample, outcome, grads)
     if gradient_overflows(reference, outcome):
@@ -70,31 +71,21 @@ def require_finite(op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Se
             )
 
 
-def _finite(tensor: Tensor) -> bool:
-    return bool(tensor.isfinite().all())
-
-
 def gradient_overflows(reference: Reference, outcome: Outcome) -> bool:
     """Return True if an exact gradient is too large for its dtype: the step is lost whatever the others are.
 
     Backward passes multiply gradients by inputs, in float32. A gradient whose product with the largest input leaves
     float32's range is too large for them, in whatever order they multiply.
     """
-    factor = max([1.0, *(_largest(x) for x in outcome.inputs.values() if x.is_floating_point())])
+    factor = max([1.0, *map(largest, outcome.inputs.values())])
     for name, gradient in outcome.gradients.items():
         exact = reference.exact[reference.index_of(name)]
         if exact is None or gradient is None:
             continue
-        largest = _largest(exact)
-        if largest >= torch.finfo(gradient.dtype).max or factor * largest >= torch.finfo(torch.float32).max:
+        size = largest(exact)
+        if size >= torch.finfo(gradient.dtype).max or factor * size >= torch.finfo(torch.float32).max:
             return True
     return False
-
-
-def _largest(x: Tensor) -> float:
-    """Return the largest finite size in a tensor, 0 of none."""
-    sizes = comparable(x.detach()).double().abs()
-    return float(sizes.masked_fill(~sizes.isfinite(), 0.0).max()) if x.numel() else 0.0
 
 
 def second_backward(op: Op, samples: Sequence[Sample]) -> None:

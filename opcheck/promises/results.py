@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.accuracy.neighbours import Change
+from llmk.accuracy.neighbours import Change, copy_with_layout
 from llmk.opcheck.calls import (
     call,
     call_unless_strides_refused,
@@ -23,6 +23,7 @@ from llmk.opcheck.calls import (
     representatives,
     require_accurate,
     resized,
+    traced_kinds,
 )
 from llmk.opcheck.foreign.adapters import Adapted, declared_aliases, registered, returns_alias
 from llmk.opcheck.inputs import (
@@ -42,7 +43,7 @@ from llmk.registry import Op, Sample, set_short_path_enabled
 
 
 def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
-    """torch.library.opcheck with all of its test utilities; a sample of each kind will do after float32.
+    """torch.library.opcheck with all of its test utilities; samples of each choice will do after float32.
 
     Of these only the first is traced with fixed sizes too: `compiled_samples` traces one of each kind so.
     """
@@ -56,12 +57,10 @@ def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
     if returns_alias(op):
         utilities = utilities[:3]  # AOTAutograd takes no alias that is not of PyTorch's own operators
     in_float32 = float_dtype(op, samples[0]) == torch.float32
-    for place, sample in enumerate(samples if in_float32 else representatives(op, samples)):
+    for place, sample in enumerate(samples if in_float32 else traced_kinds(op, samples)):
         if any(result is not None and bool(result.isnan().any()) for result in call(op, sample).results()):
             continue  # torch.library.opcheck holds NaN unequal to itself; the accuracy rule does look at it
-        args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
-        if isinstance(op.overload, Adapted):
-            args, kwargs = op.overload.own_arguments(args, kwargs)
+        args, kwargs = _own_arguments(op, sample, differentiable_inputs(op, sample))
         chosen = utilities if in_float32 or not place else utilities[:4]
         _require_success(str(sample), operator, args, kwargs, chosen)
     _require_fakes_of_strides(op, operator, few_kinds(op, samples))
@@ -73,10 +72,14 @@ def _require_fakes_of_strides(op: Op, operator: Any, samples: Sequence[Sample]) 
         for change in (spread, _transposed):
             if call_unless_strides_refused(op, sample, wanted=(), change=change) is None:
                 continue
-            args, kwargs, _ = prepare(op, sample, (), change)
-            if isinstance(op.overload, Adapted):
-                args, kwargs = op.overload.own_arguments(args, kwargs)
+            args, kwargs = _own_arguments(op, sample, (), change)
             _require_success(f"{sample}: strided", operator, args, kwargs, ("test_faketensor",))
+
+
+def _own_arguments(op: Op, sample: Sample, wanted: Sequence[str], change: Change = copy_with_layout) -> Any:
+    """The arguments of the operator itself, where the record calls it in the one form."""
+    args, kwargs, _ = prepare(op, sample, wanted, change)
+    return op.overload.own_arguments(args, kwargs) if isinstance(op.overload, Adapted) else (args, kwargs)
 
 
 def _require_success(

@@ -16,8 +16,17 @@ import torch
 from torch import Tensor
 
 from llmk.accuracy.neighbours import to_float64
-from llmk.opcheck.calls import call, device_of, float_dtype, incoming_gradients, kind_of, representatives, resized
-from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, rebound, same_bits
+from llmk.opcheck.calls import (
+    call,
+    device_of,
+    elements,
+    float_dtype,
+    incoming_gradients,
+    kind_of,
+    representatives,
+    resized,
+)
+from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, rebound, same_bits, tensors_of
 from llmk.opcheck.promises.gpu import capture
 from llmk.opcheck.reference import REFUSALS
 from llmk.registry import Op, Sample
@@ -97,9 +106,9 @@ def _workload_with_rows(op: Op, samples: Sequence[Sample]) -> list[tuple[Sample,
     if op.workloads is None:
         return []
     workloads = op.workloads(device_of(op, samples[0]), float_dtype(op, samples[0]))
-    workload = min(workloads, key=lambda sample: sum(tensor.numel() for tensor in _tensors(op, sample).values()))
+    workload = min(workloads, key=lambda sample: elements(op, sample))
     for sample in (*resized(op, samples, (MOST_ROWS["cpu"],)), *representatives(op, samples)):
-        alike = _tensors(op, sample).keys() == _tensors(op, workload).keys()
+        alike = tensors_of(op, sample).keys() == tensors_of(op, workload).keys()
         rows = independent_rows(op, sample) if alike else None
         if rows is not None and set(rows.arguments) <= set(_as_long_as_the_first(op, workload, rows.axis)):
             options = {name: value for name, value in op.bind(sample).items() if not isinstance(value, Tensor)}
@@ -107,10 +116,6 @@ def _workload_with_rows(op: Op, samples: Sequence[Sample]) -> list[tuple[Sample,
             why = f"{workload.why}, options of: {sample.why}"
             return [(rebound(op, workload, op.bind(workload) | options, why), rows)]
     return []
-
-
-def _tensors(op: Op, sample: Sample) -> dict[str, Tensor]:
-    return {name: value for name, value in op.bind(sample).items() if isinstance(value, Tensor)}
 
 
 def independent_rows(op: Op, sample: Sample) -> IndependentRows | None:
@@ -147,7 +152,7 @@ def _as_long_as_the_first(op: Op, sample: Sample, axis: int) -> list[str]:
 
     The last axis of the first one's floating-point numbers is a row.
     """
-    tensors = _tensors(op, sample)
+    tensors = tensors_of(op, sample)
     first = next(iter(tensors.values()))
     rows = first.shape[axis] if first.dim() > axis + first.is_floating_point() else 0
     lengths = {name: tensor.shape[axis] for name, tensor in tensors.items() if tensor.dim() > axis}

@@ -39,6 +39,7 @@ from llmk.opcheck.inputs import (
     same_results,
     with_default_device,
 )
+from llmk.opcheck.promises.compiled import compiled_call
 from llmk.opcheck.promises.process_state import functions, random_state, restore, restore_functions, seeded, settings
 from llmk.opcheck.reference import REFUSALS
 from llmk.registry import Op, Sample
@@ -71,7 +72,7 @@ def _require_accurate_compiled(op: Op, samples: Sequence[Sample], setting: Setti
     """Check one sample: the same Python is traced that every kind has run in eager mode."""
     sample = representatives(op, samples)[0]
     torch.compiler.reset()
-    fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), backend="aot_eager", fullgraph=True)
+    fn = compiled_call(op, backend="aot_eager")
     outcome = _call_under(op, sample, fn, setting)
     try:
         require_accurate(op, sample, outcome)

@@ -138,6 +138,8 @@ HABITS: frozenset[Promise] = frozenset(
         exported_trains,
         refuses_transforms,
         no_float_atomics,
+        cuda_graphs,
+        no_host_sync,
     }
 )
 """Promises of llmk's operators that PyTorch asks of none: another's are checked where they are named."""

@@ -56,8 +56,8 @@ def _grouped(results: Sequence[Result]) -> Iterable[tuple[tuple[str, str, str], 
 def report(
     results: Sequence[Result],
     device: torch.device,
-    modules: Sequence[str] = (),
-    places: Mapping[str, Place] | None = None,
+    modules: Sequence[str],
+    places: Mapping[str, Place],
 ) -> dict[str, Any]:
     return {
         "version": VERSION,
@@ -69,7 +69,7 @@ def report(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
         "date": datetime.date.today().isoformat(),
         "paths": sorted({result.path for result in results}),
-        "causes": [described(cause, (places or {}).get(cause.first.op)) for cause in causes(results)],
+        "causes": [described(cause, places.get(cause.first.op)) for cause in causes(results)],
         "results": [asdict(result) for result in results],
     }
 
@@ -148,21 +148,20 @@ _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 def write_reports(
     results: Sequence[Result],
     device: torch.device,
-    *,
-    as_json: Path | None,
-    as_html: Path | None,
-    as_junit: Path | None,
-    as_sarif: Path | None,
-    modules: Sequence[str] = (),
-    places: Mapping[str, Place] | None = None,
+    files: Mapping[str, Path | None],
+    modules: Sequence[str],
+    places: Mapping[str, Place],
 ) -> None:
+    """Write the files that are asked for, by kind: json, html, junit and sarif."""
     about = report(results, device, modules, places)
-    for file, text in (
-        (as_json, lambda: json.dumps(about, indent=1) + "\n"),
-        (as_html, lambda: page(about)),
-        (as_junit, lambda: junit(results)),
-        (as_sarif, lambda: json.dumps(sarif(results, places or {}), indent=1) + "\n"),
-    ):
+    texts = {
+        "json": lambda: json.dumps(about, indent=1) + "\n",
+        "html": lambda: page(about),
+        "junit": lambda: junit(results),
+        "sarif": lambda: json.dumps(sarif(results, places), indent=1) + "\n",
+    }
+    for kind, text in texts.items():
+        file = files[kind]
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text(), encoding="utf-8")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, incoming_gradients
+from llmk.opcheck.calls import call, elements, incoming_gradients
 from llmk.opcheck.inputs import rebound
 from llmk.opcheck.search.regimes import DECIDING, REGIMES, Domain, Draw, Regime, domain_of, masked, ordinary, values_of
 from llmk.registry import Op, Sample
@@ -189,7 +189,7 @@ class _Making:
             cases.switches({n: v for n, v in bound.items() if n not in self.pair} | given) == cases.switches(bound)
             for bound in bounds
         ]
-        weights = [fit / (30 + _elements(cases.op, s)) for fit, s in zip(fits, cases.samples, strict=True)]
+        weights = [fit / (30 + elements(cases.op, s)) for fit, s in zip(fits, cases.samples, strict=True)]
         if not any(fits):
             weights = [1.0] * len(fits)
         self.template = self.random.choices(cases.samples, weights)[0]
@@ -339,7 +339,3 @@ def _is_ordered(flat: Tensor) -> bool:
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _elements(op: Op, sample: Sample) -> int:
-    return sum(value.numel() for value in op.bind(sample).values() if isinstance(value, Tensor))

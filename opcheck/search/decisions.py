@@ -13,7 +13,7 @@ from llmk.opcheck.calls import call
 from llmk.opcheck.inputs import rebound
 from llmk.opcheck.patience import patience
 from llmk.opcheck.search.cases import Case, Cases
-from llmk.opcheck.search.judge import PATIENCE
+from llmk.opcheck.search.refusals import PATIENCE
 from llmk.opcheck.search.regimes import readable
 
 PLACES = tuple(sign * size for sign in (-1.0, 1.0) for size in (0.01, 0.3, 0.7, 1.5, 3.0, 6.0, 12.0, 25.0, 60.0))

@@ -3,24 +3,22 @@
 python -m llmk.opcheck rms_norm --search 60
 """
 
-import contextlib
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from llmk.opcheck.calls import call, incoming_gradients
+from llmk.opcheck.inputs import tensors_of
 from llmk.opcheck.reference import reference_for
-from llmk.opcheck.runner import Check, Result, RunningCheck, path_taken
+from llmk.opcheck.runner import Check, Result, RunningCheck, around, path_taken
 from llmk.opcheck.search.cases import Case, Cases
 from llmk.opcheck.search.decisions import at_decisions
 from llmk.opcheck.search.derivatives import derivative_violation
 from llmk.opcheck.search.judge import Finding, judge
 from llmk.opcheck.search.shrink import MOST_NUMBERS, shrink, snippet
 from llmk.registry import Op
-from llmk.registry.devices import INTERPRET
 
 SHRINKING = 10.0
 """Seconds at most for one finding."""
@@ -37,14 +35,11 @@ class Found:
     finding: Finding
 
     def __str__(self) -> str:
-        numbers = max((value.numel() for value in _tensors(self)), default=0)
+        tensors = tensors_of(self.op, self.shrunk.sample).values()
+        numbers = max((tensor.numel() for tensor in tensors), default=0)
         program = snippet(self.op, self.shrunk) if numbers <= MOST_NUMBERS else "(more numbers than can be read)"
         indented = "\n".join(f"    {line}" for line in program.splitlines())
         return f"{self.finding.kind}: {self.finding.message}\n  {self.drawn.sample}\n{indented}"
-
-
-def _tensors(found: Found) -> list[torch.Tensor]:
-    return [v for v in found.op.bind(found.shrunk.sample).values() if isinstance(v, torch.Tensor)]
 
 
 @dataclass
@@ -128,22 +123,9 @@ def searches(
         def note(case: Case, name: str = name) -> None:
             on_begin(RunningCheck(op.name, name, "search", str(case.sample)))
 
-        with _quietly():
+        with around(op, device):
             result = search(op, device, dtype, seconds / len(dtypes or op.dtypes), seed, on_begin=note)
         message = "\n  ".join([f"seeds {seed} to {result.next_seed - 1}", *map(str, result.found)])
         took = time.perf_counter() - start
         passed = not result.found
         yield Result(op.name, str(device), name, path_taken(device), "search", passed, message, took, result.calls)
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Run without warnings, and in Triton's interpreter with what watches its kernels."""
-    with contextlib.ExitStack() as around:
-        around.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        if INTERPRET:
-            from llmk.opcheck.interpreted.interpreter import watched  # it needs numpy
-
-            around.enter_context(watched())
-        yield

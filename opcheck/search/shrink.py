@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.calls import incoming_gradients
-from llmk.opcheck.inputs import as_list, prepare, rebound
+from llmk.opcheck.inputs import as_list, prepare, rebound, same_bits
 from llmk.opcheck.search.cases import Case, unit_gradients
 from llmk.opcheck.search.judge import Finding, judge
 from llmk.registry import Op
@@ -91,14 +91,14 @@ def _simpler(value: Tensor) -> Iterator[Tensor]:
     if not value.is_contiguous():
         yield plain
     for whole in (torch.zeros_like(plain), torch.ones_like(plain), plain.round(), (plain * 16).round() / 16):
-        if not _same(whole, plain):
+        if not same_bits(whole, plain):
             yield whole
     for index in range(plain.numel() if plain.numel() <= MOST_NUMBERS else 0):
         number = float(plain.view(-1)[index])
         for short in _shorter_numbers(number):
             changed = plain.clone()
             changed.view(-1)[index] = short
-            if not _same(changed, plain):
+            if not same_bits(changed, plain):
                 yield changed
 
 
@@ -114,10 +114,6 @@ def _shorter_numbers(number: float) -> Iterator[float]:
     for short in (0.0, 1.0, -1.0, float(f"{number:.0f}") if abs(number) < 1e15 else number, float(f"{number:.1e}")):
         if len(repr(short)) < length or (abs(short) < abs(number) and len(repr(short)) == length):
             yield short
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def snippet(op: Op, case: Case) -> str:

@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import cdiv, jit, max_warps, num_programs, shared_memory
+from llmk.registry import jit, max_warps, shared_memory
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
@@ -125,20 +125,6 @@ def row_and_columns(N, BLOCK_N: tl.constexpr):
     program = tl.program_id(0)
     blocks = tl.cdiv(N, BLOCK_N)
     return (program // blocks).to(tl.int64), (program % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-
-
-# H200, bf16, rms_norm's backward pass, times the floor: 1.89 at 32,768 and at 262,144 columns, with 32 2.05 and 2.20,
-# with a share for each multiprocessor at any width 2.05 and 2.88.
-SHARES = 16
-"""Programs on each multiprocessor that walk blocks of columns."""
-
-
-def row_shares(blocks: int, device: torch.device) -> int:
-    """Into how many the rows are divided where so many blocks of columns have programs of their own.
-
-    One for each multiprocessor, but of very wide rows no more than fill it: each share costs a row of partials.
-    """
-    return cdiv(num_programs(device, SHARES), max(SHARES, blocks))
 
 
 MOST_SHARED = 163 * 1024

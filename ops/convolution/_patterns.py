@@ -1,7 +1,6 @@
 """Patterns of plain PyTorch that the short causal convolution replaces."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,17 +14,19 @@ from llmk.compiler.patterns import (
     GraphBuilder,
     Input,
     KeywordArg,
-    Match,
     Named,
     NoMatch,
     Pattern,
     RewritePattern,
+    Through,
+    View,
     With,
     all_arguments,
     arguments,
     bounded,
-    find,
     name_of,
+    same,
+    transposed_from,
     value_of,
     widened,
 )
@@ -40,39 +41,12 @@ OTHERWISE = (
 )
 
 
-@dataclass(frozen=True)
-class Beginning(Pattern):
-    """The pattern, or its first elements along some axes, by slices."""
-
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        while name_of(value) == "slice":
-            given = arguments(value, "self", "dim", "start", "end")
-            if given is None or bounded(given["start"], value_of(given["self"]).shape[given["dim"]]) != 0:
-                break
-            match, value = match.with_node(value), given["self"]
-        yield from find(self.pattern, value, match)
-
-
-@dataclass(frozen=True)
-class Transposed(Pattern):
-    """The pattern of three axes, with the last two exchanged."""
-
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        given = arguments(value, "self", "dim0", "dim1", "dims") if name_of(value) in ("transpose", "permute") else None
-        if given is None or value_of(value).dim() != 3:
-            return
-        order = [0, 1, 2]
-        if "dims" in given:
-            order = [dim % 3 for dim in given["dims"]]
-        else:
-            a, b = given["dim0"], given["dim1"]
-            order[a], order[b] = order[b], order[a]
-        if order == [0, 2, 1]:
-            yield from find(self.pattern, given["self"], match.with_node(value))
+def _beginning_of(node: Any) -> Node | None:
+    """Return the tensor whose first elements along an axis a slice takes."""
+    given = arguments(node, "self", "dim", "start", "end") if name_of(node) == "slice" else None
+    if given is None or bounded(given["start"], value_of(given["self"]).shape[given["dim"]]) != 0:
+        return None
+    return given["self"]
 
 
 def _silu(x: Pattern) -> Pattern:
@@ -86,9 +60,9 @@ def _causal_conv1d() -> Pattern:
     weight = Input(Call("unsqueeze", Input(KeywordArg("taps")), 1) | KeywordArg("weight"))
     bias = Input(KeywordArg("bias")) | None
     convolved = Cast(Where(_is_of_each_channel, Call("conv1d", padded | x, weight, bias, *map(Arg, OPTIONS))))
-    beginning = Cast(Beginning(convolved))
-    transposed = With("transposed", True, Transposed(beginning))
-    return Cast(_silu(beginning) | _silu(transposed)) | Beginning(_silu(convolved)) | beginning
+    beginning = Cast(Through(_beginning_of, convolved))
+    transposed = With("transposed", True, View(transposed_from, beginning))
+    return Cast(_silu(beginning) | _silu(transposed)) | Through(_beginning_of, _silu(convolved)) | beginning
 
 
 def _is_of_each_channel(node: Node) -> bool:
@@ -96,8 +70,8 @@ def _is_of_each_channel(node: Node) -> bool:
     given = all_arguments(node)
     input, weight = value_of(given["input"]), value_of(given["weight"])
     return (
-        statically_known_true(given["groups"] == input.shape[-2])
-        and statically_known_true(weight.shape[0] == input.shape[-2])
+        same(given["groups"], input.shape[-2])
+        and same(weight.shape[0], input.shape[-2])
         and statically_known_true(weight.shape[-1] != 1)
     )
 
@@ -133,7 +107,7 @@ def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     taps, transposed = value_of(weight).shape[-1], "transposed" in values
     wanted = builder.wanted.transpose(1, 2) if transposed else builder.wanted
     _require_causal(values, value_of(values["input"]), taps)
-    if not statically_known_true(wanted.shape[2] == value_of(values["input"]).shape[2]):
+    if not same(wanted.shape[2], value_of(values["input"]).shape[2]):
         raise NoMatch("its result is not as long as its input")
     input = widened(builder, values["input"], builder.wanted.dtype)
     weight = weight if "taps" in values else builder(aten.squeeze.dim, weight, 1)

@@ -9,17 +9,16 @@ pairs no expert either.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from llmk.compiler.patterns import (
     Arg,
     Call,
     Cast,
     Either,
-    EveryOther,
     GraphBuilder,
     Half,
     KeywordArg,
@@ -28,15 +27,20 @@ from llmk.compiler.patterns import (
     NoMatch,
     Number,
     Pattern,
-    Reshaped,
     Result,
     RewritePattern,
+    Through,
+    View,
     With,
     arguments,
     find,
     name_of,
+    reshape_of,
+    same_shape,
+    transposed_from,
     value_of,
 )
+from llmk.compiler.spellings import Of
 
 PRODUCTS = "_grouped_mm", "transformers::grouped_mm_fallback"
 WHOLE = torch.int32, torch.int64
@@ -44,45 +48,22 @@ EXACT = *WHOLE, torch.float32, torch.float64
 """Dtypes that hold the numbers of experts and of their rows."""
 
 
-@dataclass(frozen=True)
-class _Whole(Pattern):
-    """The pattern, or its numbers in other dtypes that can hold them."""
-
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        while name_of(value) in ("to", "_to_copy") and value_of(value).dtype in EXACT:
-            given = arguments(value, "self", "dtype")
-            if given is None or value_of(given["self"]).is_floating_point():
-                break
-            match, value = match.with_node(value), given["self"]
-        yield from find(self.pattern, value, match)
+def _whole_numbers_of(node: Any) -> Node | None:
+    """Return the tensor whose whole numbers a node gives in another dtype that can hold them."""
+    if name_of(node) not in ("to", "_to_copy") or value_of(node).dtype not in EXACT:
+        return None
+    given = arguments(node, "self", "dtype")
+    return None if given is None or value_of(given["self"]).is_floating_point() else given["self"]
 
 
-@dataclass(frozen=True)
-class _Then(Pattern):
-    """The pattern, and another pattern at the node that it captured under `name`."""
-
-    pattern: Pattern
-    name: str
-    other: Pattern
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for inner in find(self.pattern, value, match):
-            yield from find(self.other, inner.values[self.name], inner)
+def _whole(pattern: Pattern) -> Pattern:
+    return Through(_whole_numbers_of, pattern)
 
 
-@dataclass(frozen=True)
-class _Matrices(Pattern):
-    """Weights [E, D, H], transposed for the product, or [E, H, D], as they are."""
-
-    name: str
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        given = (arguments(value, "self", "dim0", "dim1") if name_of(value) == "transpose" else None) or {}
-        transposed = bool(given) and {given["dim0"] % 3, given["dim1"] % 3} == {1, 2}
-        for inner in match.with_node(value).bind("transposed", False) if transposed else match.bind("transposed", True):
-            yield from find(KeywordArg(self.name), given["self"] if transposed else value, inner)
+def _matrices(name: str) -> Pattern:
+    """Match weights [E, D, H], transposed for the product, or [E, H, D], as they are."""
+    x = KeywordArg(name)
+    return With("transposed", False, View(transposed_from, x)) | With("transposed", True, x)
 
 
 def _counts(node: Any) -> bool:
@@ -93,21 +74,19 @@ def _counts(node: Any) -> bool:
     return given is not None and (given.get("start", 0), given.get("step", 1)) == (0, 1)
 
 
-def _same_shape(a: Any, b: Any) -> bool:
-    return str(value_of(a).shape) == str(value_of(b).shape)  # of symbolic sizes: no guard
-
-
 class _TokenOfPair(Pattern):
     """The token of each pair, [N], by repeating each token K times."""
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for inner in find(Reshaped(Named("tokens", Call("expand", KeywordArg("token"), Arg("sizes")))), value, match):
+        for inner in find(
+            View(reshape_of, Named("tokens", Call("expand", KeywordArg("token"), Arg("sizes")))), value, match
+        ):
             wide, token = inner.values["tokens"], inner.values["token"]
             column = arguments(token, "self", "dim") if name_of(token) == "unsqueeze" else None
             if column is None or column["dim"] not in (1, -1) or not _counts(column["self"]):
                 continue
             if value_of(wide).dim() == 2:
-                yield from inner.with_node(token).with_node(column["self"]).bind("top_k", value_of(wide).shape[1])
+                yield from inner.with_nodes(token, column["self"]).bind("top_k", value_of(wide).shape[1])
 
 
 class _Inverse(Pattern):
@@ -120,8 +99,8 @@ class _Inverse(Pattern):
             return
         memory, indices, positions = given["self"], given["indices"], given["values"]
         if name_of(memory) in ("empty_like", "zeros_like", "empty", "zeros") and _counts(positions):
-            for inner in find([PERM], indices, match.with_node(value).with_node(memory).with_node(positions)):
-                if all(_same_shape(x, indices[0]) for x in (memory, positions)):
+            for inner in find([PERM], indices, match.with_nodes(value, memory, positions)):
+                if all(same_shape(value_of(x).shape, value_of(indices[0]).shape) for x in (memory, positions)):
                     yield inner
 
 
@@ -135,11 +114,11 @@ def _order(keys: Pattern, stable: str) -> Pattern:
 
 IDS = KeywordArg("ids", lambda ids: ids.dim() == 1)
 PERM = Named("perm", _order(IDS, "stable"))
-SORTED_IDS = _Whole(Result(0, _sorted(IDS, "stable")) | Call("index", IDS, [PERM]))
+SORTED_IDS = _whole(Result(0, _sorted(IDS, "stable")) | Call("index", IDS, [PERM]))
 WITHIN = SORTED_IDS | Call("clamp", SORTED_IDS, max=Number("last")) | Call("clamp_", SORTED_IDS, max=Number("last"))
-PAIRS_OF = _Whole(Call("histc", SORTED_IDS, Number("experts"), 0, Number("last")))
+PAIRS_OF = _whole(Call("histc", SORTED_IDS, Number("experts"), 0, Number("last")))
 ENDS = Call("cumsum", PAIRS_OF, Either(0, -1), dtype=Either(*WHOLE))
-OFFSETS = Named("offsets", _Whole(ENDS))
+OFFSETS = Named("offsets", _whole(ENDS))
 NO_EXPERT = Call("unsqueeze", Call("ge", SORTED_IDS, Number("experts")), Either(1, -1))
 
 
@@ -148,7 +127,7 @@ def _masked(rows: Pattern) -> Pattern:
 
 
 def _linear(rows: Pattern, name: str) -> Pattern:
-    y = Either(*(Call(product, rows, _Matrices(name), OFFSETS) for product in PRODUCTS))
+    y = Either(*(Call(product, rows, _matrices(name), OFFSETS) for product in PRODUCTS))
     bias = Cast(Call("index", KeywordArg(f"{name}_bias"), [WITHIN]))
     return Cast(_masked(y | Call("add", y, bias) | Call("add_", y, bias)))
 
@@ -170,8 +149,8 @@ def _gated_unit(gate: Pattern, up: Pattern) -> Pattern:
 
 def _gated_units() -> Iterator[Pattern]:
     rows = KeywordArg("rows")
-    for interleaved, parts in ((False, Half), (True, EveryOther)):
-        gate, up = Cast(parts(rows, False)), Cast(parts(rows, True))
+    for interleaved in (False, True):
+        gate, up = Cast(Half(rows, False, interleaved)), Cast(Half(rows, True, interleaved))
         yield With("interleaved", interleaved, _gated_unit(gate, up))
         gate = Cast(Call("clamp", gate, max=Number("limit")))
         up = Cast(Call("clamp", up, Number("least"), Number("limit")))
@@ -184,12 +163,12 @@ def _experts() -> Pattern:
     token = Call("floor_divide", PERM, top_k) | Call("div", PERM, top_k, rounding_mode="floor")
     x_rows = Call("index", x, [token]) | Call("index", by_pair, [PERM])
     rows = _linear(Cast(_masked(Cast(x_rows))), "gate_up")
-    y = _linear(Cast(_Then(Either(*_gated_units()), "rows", rows)), "down")
+    y = _linear(Cast(Of("rows", rows, Either(*_gated_units()))), "down")
     flat = Cast(Call("index", KeywordArg("weights", lambda weights: weights.dim() == 1), [PERM]))
     column = Call("index", KeywordArg("weights", lambda weights: weights.dim() == 2 and weights.shape[1] == 1), [PERM])
     weights = Cast(Call("unsqueeze", flat, Either(1, -1)) | column)
     pairs = Call("index", Cast(_masked(Call("mul", y, weights))), [_Inverse()])
-    return Cast(Call("sum", Cast(Named("by_token", Reshaped(pairs))), Either([1], [-2])))
+    return Cast(Call("sum", Cast(Named("by_token", View(reshape_of, pairs))), Either([1], [-2])))
 
 
 def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:

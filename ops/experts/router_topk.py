@@ -138,16 +138,13 @@ def _in_best_groups(choice, cols, G, SIZE, TOPK_G, BLOCK_G: tl.constexpr):
 
 
 @jit
-def router_topk_kernel(
-    x_ptr, bias_ptr, weights_ptr, indices_ptr, E, K, G, SIZE, TOPK_G, x_stride, scale,
+def route(
+    x, mask, bias_ptr, weights_ptr, indices_ptr, row, K, G, SIZE, TOPK_G, scale,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, GROUPED: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    scale = tl.cast(scale, tl.float32)
-    row = tl.program_id(0).to(tl.int64)
+    """Store a token's experts and weights; return the scores of all, and which were chosen."""
     cols, slots = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
-    mask = cols < E
-    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     scores = _scores(x, mask, SOFTMAX)
     choice = scores
     if bias_ptr is not None:
@@ -160,35 +157,27 @@ def router_topk_kernel(
         choice = _ranked(tl.where(scores != scores, scores, x), mask)
     choice = tl.where(kept, choice, float("-inf"))
     weights = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    chosen = cols < 0
     for k in range(0, K):
         expert = tl.argmax(choice, axis=0)
-        weights = tl.where(slots == k, tl.sum(tl.where(cols == expert, scores, 0.0), axis=0), weights)
-        choice = tl.where(cols == expert, float("-inf"), choice)
+        here = cols == expert
+        weights = tl.where(slots == k, tl.sum(tl.where(here, scores, 0.0), axis=0), weights)
+        choice = tl.where(here, float("-inf"), choice)
+        chosen = chosen | here
         tl.store(indices_ptr + row * K + k, expert.to(tl.int64))
     if NORMALIZE:
         weights = tl.div_rn(weights, tl.zeros_like(weights) + (tl.sum(weights, axis=0) + 1e-20))
     tl.store(weights_ptr + row * K + slots, weights * scale, mask=slots < K)
+    return scores, chosen
 
 
 @jit
-def router_topk_backward_kernel(
-    dw_ptr,
-    x_ptr,
-    indices_ptr,
-    dx_ptr,
-    E,
-    K,
-    x_stride,
-    scale,
-    SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+def route_backward(
+    x, mask, dw_ptr, indices_ptr, row, K, scale, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    scale = tl.cast(scale, tl.float32)
-    row = tl.program_id(0).to(tl.int64)
+    """The gradient of a token's logits by its weights, and its scores."""
     cols = tl.arange(0, BLOCK_E)
-    mask = cols < E
-    scores = _scores(tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32), mask, SOFTMAX)
+    scores = _scores(x, mask, SOFTMAX)
     dw = tl.zeros((BLOCK_E,), dtype=tl.float32)
     chosen = cols < 0
     origin = tl.cast(0.0, tl.float32)
@@ -212,10 +201,39 @@ def router_topk_backward_kernel(
     else:
         inner = tl.sum(scores * ds, axis=0)
     dx = scores * (ds - inner) if SOFTMAX else tl.where(chosen, ds * scores * (1.0 - scores), 0.0)
-    tl.store(dx_ptr + row * E + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    return dx, scores
 
 
-def _block(E: int) -> dict[str, int]:
+@jit
+def router_topk_kernel(
+    x_ptr, bias_ptr, weights_ptr, indices_ptr, E, K, G, SIZE, TOPK_G, x_stride, scale,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, GROUPED: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_E)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < E, other=0.0).to(tl.float32)
+    route(
+        x, cols < E, bias_ptr, weights_ptr, indices_ptr, row, K, G, SIZE, TOPK_G, scale,
+        SOFTMAX, NORMALIZE, GROUPED, BLOCK_E, BLOCK_K, BLOCK_G,
+    )  # fmt: skip
+
+
+@jit
+def router_topk_backward_kernel(
+    dw_ptr, x_ptr, indices_ptr, dx_ptr, E, K, x_stride, scale,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_E)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < E, other=0.0).to(tl.float32)
+    dx, _ = route_backward(x, cols < E, dw_ptr, indices_ptr, row, K, scale, SOFTMAX, NORMALIZE, BLOCK_E)
+    tl.store(dx_ptr + row * E + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < E)
+
+
+def experts_block(E: int) -> dict[str, int]:
     """A warp for up to 256 experts: its reductions wait for no other."""
     block = next_power_of_2(E)
     return {"BLOCK_E": block, "num_warps": max(1, min(8, block // 256))}
@@ -237,7 +255,7 @@ def _router_topk_fwd(
     indices = empty((*input.shape[:-1], top_k), torch.int64, x.device)
     sizes = E, top_k, num_groups, E // num_groups, topk_groups, x.stride(0)
     options = {"SOFTMAX": scoring == "softmax", "NORMALIZE": normalize, "GROUPED": topk_groups < num_groups}
-    blocks = {"BLOCK_K": next_power_of_2(top_k), "BLOCK_G": next_power_of_2(num_groups), **_block(E)}
+    blocks = {"BLOCK_K": next_power_of_2(top_k), "BLOCK_G": next_power_of_2(num_groups), **experts_block(E)}
     wrap_triton(router_topk_kernel)[(T,)](x, contiguous(bias), weights, indices, *sizes, scale, **options, **blocks)
     return weights, indices
 
@@ -250,7 +268,16 @@ def _router_topk_bwd(
     dx = empty(tuple(input.shape), input.dtype, x.device)
     options = {"SOFTMAX": scoring == "softmax", "NORMALIZE": normalize}
     wrap_triton(router_topk_backward_kernel)[(T,)](
-        grad.contiguous(), x, indices.contiguous(), dx, E, indices.shape[-1], x.stride(0), scale, **options, **_block(E)
+        grad.contiguous(),
+        x,
+        indices.contiguous(),
+        dx,
+        E,
+        indices.shape[-1],
+        x.stride(0),
+        scale,
+        **options,
+        **experts_block(E),
     )
     return dx
 
@@ -263,8 +290,16 @@ def _scores_cpu(input: Tensor, scoring: str) -> Tensor:
     return input.float().softmax(-1) if scoring == "softmax" else input.float().sigmoid()
 
 
-@router_topk_fwd.register_kernel("cpu")
-def _(input, bias, top_k, scoring, num_groups, topk_groups, normalize, scale) -> tuple[Tensor, Tensor]:
+def route_cpu(
+    input: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    num_groups: int,
+    topk_groups: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     scores, bias = _scores_cpu(input, scoring), bias if bias is None else bias.float()
     indices = _choose(scores, input.float(), bias, top_k, num_groups, topk_groups)
     weights = scores.gather(-1, indices)
@@ -273,8 +308,10 @@ def _(input, bias, top_k, scoring, num_groups, topk_groups, normalize, scale) ->
     return (weights * scale).contiguous(), indices.contiguous()
 
 
-@router_topk_bwd.register_kernel("cpu")
-def _(grad, input, indices, scoring, normalize, scale) -> Tensor:
+def route_backward_cpu(
+    grad: Tensor, input: Tensor, indices: Tensor, scoring: str, normalize: bool, scale: float
+) -> Tensor:
+    """The gradient of the logits by the weights, in float32."""
     scores = _scores_cpu(input, scoring)
     chosen = scores.gather(-1, indices)
     of_chosen = grad * scale
@@ -291,8 +328,16 @@ def _(grad, input, indices, scoring, normalize, scale) -> Tensor:
         inner = scale / S * (TINIEST_SUM * (mean + origin * (total / S)))
     ds = torch.zeros_like(scores).scatter(-1, indices, of_chosen)
     if scoring == "sigmoid":
-        return (ds * scores * (1 - scores)).to(input.dtype).contiguous()
-    return (scores * (ds - inner)).to(input.dtype).contiguous()
+        return ds * scores * (1 - scores)
+    return scores * (ds - inner)
+
+
+router_topk_fwd.register_kernel("cpu")(route_cpu)
+
+
+@router_topk_bwd.register_kernel("cpu")
+def _(grad, input, indices, scoring, normalize, scale) -> Tensor:
+    return route_backward_cpu(grad, input, indices, scoring, normalize, scale).to(input.dtype).contiguous()
 
 
 @router_topk_fwd.register_fake
@@ -331,6 +376,23 @@ def router_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[
 def router_topk_cost(input: Tensor, top_k: int, **options: object) -> Cost:
     logits, chosen = input.numel() * input.element_size(), 12 * input.numel() // input.shape[-1] * top_k
     return Cost(logits + chosen, 3 * logits + 2 * chosen)
+
+
+def check_routing(
+    input: Tensor, top_k: int, bias: Tensor | None, scoring: str, num_groups: int, topk_groups: int, scale: float
+) -> None:
+    E = input.shape[-1]
+    if num_groups < 1 or E % num_groups:
+        raise ValueError(f"num_groups: expected a number that divides the {E} experts, got {num_groups}")
+    check_number("topk_groups", topk_groups, 1, num_groups, f"1 to {num_groups}, the number of groups")
+    most = E // num_groups * topk_groups
+    check_number("top_k", top_k, 1, most, f"1 to {most}, the experts that may be chosen")
+    if bias is not None:
+        check_dtype("bias", bias, (torch.float32, input.dtype))
+        check_shape("bias", bias, (E,), "one for each expert")
+        check_same("bias", bias, "input", input)
+    check_option("scoring", scoring, SCORINGS)
+    check_number("scale", scale, TINY, LARGEST, "a finite positive number")
 
 
 @public_op(
@@ -379,16 +441,5 @@ def router_topk(
     check_dtype("input", input)
     if input.dim() == 0 or input.shape[-1] == 0:
         raise ValueError(f"input: expected shape [..., E] with at least one expert, got {tuple(input.shape)}")
-    E = input.shape[-1]
-    if num_groups < 1 or E % num_groups:
-        raise ValueError(f"num_groups: expected a number that divides the {E} experts, got {num_groups}")
-    check_number("topk_groups", topk_groups, 1, num_groups, f"1 to {num_groups}, the number of groups")
-    most = E // num_groups * topk_groups
-    check_number("top_k", top_k, 1, most, f"1 to {most}, the experts that may be chosen")
-    if bias is not None:
-        check_dtype("bias", bias, (torch.float32, input.dtype))
-        check_shape("bias", bias, (E,), "one for each expert")
-        check_same("bias", bias, "input", input)
-    check_option("scoring", scoring, SCORINGS)
-    check_number("scale", scale, TINY, LARGEST, "a finite positive number")
+    check_routing(input, top_k, bias, scoring, num_groups, topk_groups, scale)
     return router_topk_fwd(input, bias, top_k, scoring, num_groups, topk_groups, normalize, scale)

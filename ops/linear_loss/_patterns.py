@@ -21,6 +21,7 @@ from llmk.compiler.patterns import (
     Pattern,
     Result,
     RewritePattern,
+    View,
     With,
     all_arguments,
     arguments,
@@ -30,21 +31,21 @@ from llmk.compiler.patterns import (
     find,
     name_of,
     reshape_of,
+    same,
     value_of,
 )
 from llmk.compiler.spellings import (
     AtPlaces,
-    AxisBack,
     EachRow,
-    FirstOfLast,
     Of,
     Where,
+    axis_back,
     chosen,
+    first_of_last,
     linear,
     over_last_axis,
 )
 from llmk.ops.loss.patterns import REDUCTIONS, capped, cross_entropy_of, loss_options, softcap_of
-from llmk.registry.private.compilers import statically_known_true
 
 aten = torch.ops.aten
 
@@ -58,7 +59,7 @@ class _Rows(Pattern):
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         while (source := _rows_before(value)) is not None:
             rows = (*match.values.get("rows", ()), value)
-            match, value = replace(match, values={**match.values, "rows": rows}).with_node(value), source
+            match, value = replace(match, values={**match.values, "rows": rows}).with_nodes(value), source
         yield from find(self.pattern, value, match)
 
 
@@ -80,7 +81,7 @@ def _rows_before(node: Any) -> Node | None:
     if given is not None and ("dim" not in given or _is_features(given["dim"], name, value_of(source).dim())):
         return None
     width, after = value_of(source).shape[-1], value_of(node).shape[-1]
-    return source if statically_known_true(width == after) else None
+    return source if same(width, after) else None
 
 
 def _is_features(dim: int, name: str, rank: int) -> bool:
@@ -103,7 +104,7 @@ class _Scaled(Pattern):
             return
         factor = number if name == "mul" else 1 / number
         scale = match.values.get("scale", 1.0) * factor
-        yield from self.find(given["self"], replace(match, values={**match.values, "scale": scale}).with_node(value))
+        yield from self.find(given["self"], replace(match, values={**match.values, "scale": scale}).with_nodes(value))
 
 
 def _logits() -> Pattern:
@@ -255,9 +256,9 @@ def _of_logits(axis: Pattern, index: Pattern) -> Pattern:
     logits, dim = Arg("logits"), Arg("dim")
     one_by_one = EachRow(lambda row: Where(over_last_axis, Call("logsumexp", row("logits"), Arg("row_dim"))))
     sums = Call("logsumexp", logits, [dim]) | one_by_one
-    kept = Call("logsumexp", logits, [dim], True) | AxisBack(sums)
+    kept = Call("logsumexp", logits, [dim], True) | View(axis_back, sums)
     several = chosen(logits, axis, index)
-    first = With("squeezed", True, FirstOfLast(several)) | With("at_places", True, AtPlaces(logits, index))
+    first = With("squeezed", True, View(first_of_last, several)) | With("at_places", True, AtPlaces(logits, index))
     less = Call("sub", several, kept) | Call("sub", first, sums)
     negative = Call("sub", kept, several) | Call("sub", sums, first)
     return Of("logits", _logits(), less | With("negative", True, negative) | EachRow(_of_row))
@@ -309,7 +310,7 @@ def _build_logprobs(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
         raise NoMatch("its softmax, or the choice of classes, is not over the last axis")
     if values.get("dtype") == torch.float64:
         raise NoMatch("its softmax is float64, and the operator's float32")
-    if squeezed and not statically_known_true(value_of(index).shape[-1] == 1):
+    if squeezed and not same(value_of(index).shape[-1], 1):
         raise NoMatch("the axis of chosen classes is squeezed, and is not known to have one")
     weight = _weight(builder, values)
     logprobs, _ = builder(

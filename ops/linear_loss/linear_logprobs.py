@@ -49,7 +49,7 @@ def linear_logprobs_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
     skip_ignored: bool = True, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
-    support: Tensor | None = None, add_tail: bool = False,
+    support: Tensor | None = None, add_tail: bool = False, entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
     logits = logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -62,7 +62,7 @@ def linear_logprobs_reference(
     log_softmax = logits.log_softmax(-1)
     logprobs = log_softmax.gather(-1, candidates * counts)
     # 0 * log(0) is 0 for a class without probability.
-    entropy = -(log_softmax.exp() * log_softmax.masked_fill(log_softmax == float("-inf"), 0.0)).sum(-1)
+    entropies = -(log_softmax.exp() * log_softmax.masked_fill(log_softmax == float("-inf"), 0.0)).sum(-1)
     zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
     logprobs = torch.where(counts, logprobs, zero)
     if add_tail:
@@ -73,7 +73,7 @@ def linear_logprobs_reference(
         logprobs = torch.cat((logprobs, torch.where(counts.any(-1), tail, zero).unsqueeze(-1)), -1)
     else:
         logprobs = logprobs.view(target.shape)
-    return logprobs, torch.where(counts.any(-1), entropy, zero)
+    return logprobs, torch.where(counts.any(-1), entropies, zero) if entropy else logprobs.new_empty((0,))
 
 
 def _in_support(support: Tensor, V: int) -> Tensor:
@@ -98,6 +98,8 @@ def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     kwargs = {"linear_bias": randn(37), "chunk_size": 5, **everything}
     yield Sample((randn(11, 12), randn(37, 12), classes(37, 11, ignore_index=5)), kwargs, why="every option")
     yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5, 3)), why="three candidates")
+    kwargs = {"entropy": False, "linear_bias": randn(37), "chunk_size": 4}
+    yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5)), kwargs, why="no entropies")
     twice = torch.tensor([[7, 7, 2, -100], [0, 1, 0, 36], [-100, -100, -100, -100]], device=device, dtype=torch.int64)
     kwargs = {"linear_bias": randn(37), "softcap": 4.0, "temperature": 2.0}
     yield Sample((randn(3, 12), randn(37, 12), twice), kwargs, why="a candidate twice, and none that counts")
@@ -203,6 +205,7 @@ def linear_logprobs(
     logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None,
     add_tail: bool = False,
+    entropy: bool = True,
     vocab_start: int = 0,
     num_classes: int = 0,
     group_name: str = "",
@@ -243,14 +246,15 @@ def linear_logprobs(
         add_tail: Return one log-probability more of each token, after those of its candidates: that of all other
             classes together. It is the logsumexp of their own logits, which 1 minus a sum of probabilities near 1 is
             not. Without a support.
+        entropy: Compute the entropies. Without them the sums over the classes take less time.
         vocab_start: The class of the first row of `linear_weight`. The ranks' slices cover every class once, in any
             order and of any lengths; a rank may have none.
         num_classes: Number of classes of all ranks together; 0 without a group: those of `linear_weight`.
         group_name: The `group_name` of a `torch.distributed.ProcessGroup`; "" is one rank, which has all classes.
 
     Returns:
-        Log-probabilities in the shape of `target`, with `add_tail` `[..., K + 1]`, and entropies `[...]` in nats; both
-        float32.
+        Log-probabilities in the shape of `target`, with `add_tail` `[..., K + 1]`, and entropies `[...]` in nats, or an
+        empty tensor `[0]` without `entropy`; both float32.
 
     Raises:
         TypeError: A dtype does not fit.

@@ -50,6 +50,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_rows
+from llmk.ops.common.sums import mean_of_rows, sum_to_scalar
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -66,7 +67,6 @@ from llmk.registry import (
     grid_cap,
     is_sharded,
     jit,
-    next_power_of_2,
     no_gradient,
     num_programs,
     public_op,
@@ -133,46 +133,29 @@ def _loss(b, t, eps):
 
 
 @jit
-def giou_loss_kernel(boxes_ptr, targets_ptr, loss_ptr, N, boxes_stride, targets_stride, eps, BLOCK: tl.constexpr):
-    eps = tl.cast(eps, tl.float32)
-    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b = _load_boxes(boxes_ptr, boxes_stride, rows, N, BLOCK)
-    t = _load_boxes(targets_ptr, targets_stride, rows, N, BLOCK)
-    tl.store(loss_ptr + rows, _loss(b, t, eps), mask=rows < N)
-
-
-@jit
-def giou_loss_sum_kernel(
-    boxes_ptr, targets_ptr, loss_ptr, count_ptr, partial_ptr, arrived_ptr, N, boxes_stride, targets_stride, eps,
-    MEAN: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+def giou_loss_kernel(
+    boxes_ptr, targets_ptr, loss_ptr, count_ptr, N, boxes_stride, targets_stride, eps,
+    MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write the loss of each box or, with a place for the count, of each program the sum, or the mean of one."""
     eps = tl.cast(eps, tl.float32)
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
+    program = tl.program_id(0).to(tl.int64)
     losses = tl.zeros((BLOCK,), dtype=tl.float32)
     counts = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(program.to(tl.int64) * BLOCK, N, programs * BLOCK):
+    for start in range(program * BLOCK, N, tl.num_programs(0) * BLOCK):
         rows = start + tl.arange(0, BLOCK)
         b = _load_boxes(boxes_ptr, boxes_stride, rows, N, BLOCK)
         t = _load_boxes(targets_ptr, targets_stride, rows, N, BLOCK)
-        losses += _loss(b, t, eps)
-        counts += tl.where(t[3] <= 0, 0.0, 1.0)
-    loss = tl.sum(losses, axis=0)
-    count = tl.sum(counts, axis=0)
-    last = True
-    if partial_ptr is not None:
-        # Whoever arrives last adds up everybody's sums in the order of the programs: the same bits each time.
-        tl.store(partial_ptr + program, loss)
-        tl.store(partial_ptr + PROGRAMS + program, count)
-        tl.debug_barrier()
-        last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
-        if last:
-            cols = tl.arange(0, PROGRAMS)
-            loss = tl.sum(tl.load(partial_ptr + cols, mask=cols < programs, other=0.0), axis=0)
-            count = tl.sum(tl.load(partial_ptr + PROGRAMS + cols, mask=cols < programs, other=0.0), axis=0)
-    if last:
-        tl.store(loss_ptr, tl.div_rn(loss, count) if MEAN else loss)
-        tl.store(count_ptr, count)
+        loss = _loss(b, t, eps)
+        if count_ptr is None:
+            tl.store(loss_ptr + rows, loss, mask=rows < N)
+        else:
+            losses += loss
+            counts += tl.where(t[3] <= 0, 0.0, 1.0)
+    if count_ptr is not None:
+        total, count = tl.sum(losses, axis=0), tl.sum(counts, axis=0)
+        tl.store(loss_ptr + program, tl.div_rn(total, count) if MEAN else total)
+        tl.store(count_ptr + program, count)
 
 
 @jit
@@ -247,7 +230,6 @@ def giou_loss_backward_kernel(
 
 
 # H200, bf16, forward and backward on the device: 17 us for 32x256 boxes by one program, 21 us for 64x8192 by many.
-# The host takes about five to clear the counter that these need; a second launch in its place would take it nine.
 ONE_PROGRAM = 8192  # the most boxes that one program sums
 ONE = {"BLOCK": 2048, "num_warps": 16}
 MANY = {"BLOCK": 1024, "num_warps": 8}
@@ -266,26 +248,23 @@ def _packed(x: Tensor) -> tuple[Tensor, int | None]:
 def _giou_loss_fwd(boxes: Tensor, targets: Tensor, reduction: str, eps: float) -> tuple[Tensor, Tensor]:
     N, device = boxes.numel() // 4, boxes.device
     (b, b_stride), (t, t_stride) = _packed(boxes), _packed(targets)
-    if reduction == "none":
-        losses = empty(boxes.shape[:-1], torch.float32, device)
-        grid = (cdiv(N, TILE["BLOCK"]),)
-        wrap_triton(giou_loss_kernel)[grid](b, t, losses, N, b_stride, t_stride, eps, **TILE)
-        return losses, empty((0,), torch.float32, device)
-    loss = empty((), torch.float32, device)
-    count = empty((), torch.float32, device)
-    partials, arrived, grid, block_p, tile = None, None, (1,), 1, ONE
-    # A symbolic number is not asked: that would compile once more past the limit.
-    if not isinstance(N, int) or N > ONE_PROGRAM:
-        most = num_programs(device, MANY_PER_MULTIPROCESSOR)
-        grid = (grid_cap(N // MANY["BLOCK"] + 1, most),)  # never 0, or nobody would write the sum over no boxes
-        block_p, tile = next_power_of_2(most), MANY
-        partials = empty((2, block_p), torch.float32, device)
-        arrived = torch.zeros((1,), dtype=torch.int32, device=device)
-    options = {"MEAN": reduction == "mean", "PROGRAMS": block_p}
-    wrap_triton(giou_loss_sum_kernel)[grid](
-        b, t, loss, count, partials, arrived, N, b_stride, t_stride, eps, **options, **tile
+    shape, count, programs, tile = boxes.shape[:-1], None, cdiv(N, TILE["BLOCK"]), TILE
+    if reduction != "none":
+        shape, programs, tile = (), 1, ONE
+        # A symbolic number is not asked: that would compile once more past the limit.
+        if not isinstance(N, int) or N > ONE_PROGRAM:
+            programs, tile = grid_cap(N // MANY["BLOCK"] + 1, num_programs(device, MANY_PER_MULTIPROCESSOR)), MANY
+            shape = (programs,)
+        count = empty(shape, torch.float32, device)
+    loss, mean = empty(shape, torch.float32, device), reduction == "mean"
+    wrap_triton(giou_loss_kernel)[(programs,)](
+        b, t, loss, count, N, b_stride, t_stride, eps, MEAN=mean and tile is ONE, **tile
     )
-    return loss, count
+    if count is None:
+        return loss, empty((0,), torch.float32, device)
+    if tile is ONE:
+        return loss, count
+    return mean_of_rows(loss, count) if mean else (sum_to_scalar(loss), sum_to_scalar(count))
 
 
 def _giou_loss_bwd(

@@ -25,9 +25,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, exp, log_for_product
+from llmk.ops.common.math import exp, log_for_product
 from llmk.ops.common.rows import as_long_rows
 from llmk.ops.common.sums import sum_to_scalar
+from llmk.ops.loss.divergence_math import exp_of
 from llmk.ops.loss.patterns import KL_DIV
 from llmk.registry import (
     PARTIAL,
@@ -62,13 +63,6 @@ def kl_div_reference(input: Tensor, target: Tensor, *, reduction: str = "mean", 
 
 
 @jit
-def _exp_for(logs):
-    """exp(logs), for a result of the dtype of logs: only float32 shows what exp2 of a rounded product loses."""
-    x = logs.to(tl.float32)
-    return exp(x) if logs.dtype == tl.float32 else tl.exp2(x * LOG2E)
-
-
-@jit
 def _losses(x, t, LOG_TARGET: tl.constexpr):
     if LOG_TARGET:
         return exp(t) * (t - x)
@@ -90,45 +84,22 @@ def _tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @jit
 def kl_div_kernel(
-    x_ptr,
-    t_ptr,
-    loss_ptr,
-    M,
-    N,
-    x_stride,
-    t_stride,
-    LOG_TARGET: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows, cols, mask = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    t = tl.load(t_ptr + rows * t_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    loss = _losses(x, t, LOG_TARGET)
-    tl.store(loss_ptr + rows * N + cols, loss.to(loss_ptr.dtype.element_ty), mask=mask)
-
-
-@jit
-def kl_div_sum_kernel(
-    x_ptr,
-    t_ptr,
-    partial_ptr,
-    M,
-    N,
-    x_stride,
-    t_stride,
-    tiles,
-    LOG_TARGET: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, t_ptr, loss_ptr, M, N, x_stride, t_stride, tiles,
+    LOG_TARGET: tl.constexpr, REDUCED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write the losses of some tiles, or where they are reduced the sum of all of them."""
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         rows, cols, mask = _tile(tile, M, N, BLOCK_M, BLOCK_N)
         x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
         t = tl.load(t_ptr + rows * t_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        total += _losses(x, t, LOG_TARGET)
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))
+        loss = _losses(x, t, LOG_TARGET)
+        if REDUCED:
+            total += loss
+        else:
+            tl.store(loss_ptr + rows * N + cols, loss.to(loss_ptr.dtype.element_ty), mask=mask)
+    if REDUCED:
+        tl.store(loss_ptr + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))
 
 
 @jit
@@ -145,7 +116,7 @@ def kl_div_backward_kernel(
         g = tl.div_rn(tl.load(grad_ptr).to(tl.float32), tl.cast(denominator, tl.float32))
     else:
         g = tl.load(grad_ptr + rows * grad_stride_m + cols * grad_stride_n, mask=mask, other=0.0).to(tl.float32)
-    weight = _exp_for(target) if LOG_TARGET else t
+    weight = exp_of(t, target.dtype == tl.float32) if LOG_TARGET else t
     if dx_ptr is not None:
         tl.store(dx_ptr + rows * N + cols, (-g * weight).to(dx_ptr.dtype.element_ty), mask=mask)
     if dt_ptr is not None:
@@ -191,19 +162,13 @@ def _denominator(input: Tensor, reduction: str) -> int:
 def _kl_div_fwd(input: Tensor, target: Tensor, reduced: bool, denominator: int, log_target: bool) -> Tensor:
     """The losses, or with `reduced` their sum over the denominator, which counts what other processes hold too."""
     (x, t), tile = _layout(input, target)
-    (M, N), tiles = x.shape, _tiles(x, tile)
-    if not reduced:
-        losses = empty(input.shape, input.dtype, input.device)
-        wrap_triton(kl_div_kernel)[(tiles,)](
-            x, t, losses, M, N, x.stride(0), t.stride(0), LOG_TARGET=log_target, **tile
-        )
-        return losses
-    programs = grid_cap(tiles, num_programs(input.device, SUM_PROGRAMS))
-    partials = empty((programs,), torch.float32, input.device)
-    wrap_triton(kl_div_sum_kernel)[(programs,)](
-        x, t, partials, M, N, x.stride(0), t.stride(0), tiles, LOG_TARGET=log_target, **tile
+    tiles = _tiles(x, tile)
+    programs = grid_cap(tiles, num_programs(input.device, SUM_PROGRAMS)) if reduced else tiles
+    losses = empty((programs,) if reduced else input.shape, torch.float32 if reduced else input.dtype, input.device)
+    wrap_triton(kl_div_kernel)[(programs,)](
+        x, t, losses, *x.shape, x.stride(0), t.stride(0), tiles, LOG_TARGET=log_target, REDUCED=reduced, **tile
     )
-    return sum_to_scalar(partials, denominator)
+    return sum_to_scalar(losses, denominator) if reduced else losses
 
 
 def _kl_div_bwd(

@@ -16,18 +16,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops.common.row_plan import RowKind
 from llmk.ops.common.rows import aligned
 from llmk.ops.common.sums import sum_pair
-from llmk.ops.norm._moments import (
-    coarse_mean,
-    column_moments,
-    kept_variance,
-    merge_pieces,
-    normalize_group_if_huge,
-    overflowed,
-    piece_moments,
-    scale_and_rstd,
-)
+from llmk.ops.norm._moments import coarse_mean, column_moments, merge_moments
 from llmk.registry import cdiv, empty, grid_cap, jit, max_warps, next_power_of_2, num_programs, size_hint, wrap_triton
 
 
@@ -86,7 +78,7 @@ def group_norm_kernel(
     rest *= part
     mean = near + rest
     # rest is so small beside a deviation that its square takes no digits from the variance.
-    spread = tl.where(squares < float("inf"), tl.maximum(squares * part - rest * rest, 0.0), float("inf"))
+    spread = tl.maximum(squares * part - rest * rest, 0.0)
     var = spread + eps
     y = (x - mean[:, None, None]) * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None, None]
     if w_ptr is not None:
@@ -97,12 +89,6 @@ def group_norm_kernel(
     tl.store(stats_ptr + rows, mean, mask=row_mask)
     tl.store(stats_ptr + B * G + rows, var, mask=row_mask)
     tl.store(stats_ptr + 2 * B * G + rows, coarse_mean(mean, spread), mask=row_mask)
-    if overflowed(squares):
-        tl.debug_barrier()  # another thread may have written the same place
-        for i in range(0, BLOCK_B * BLOCK_G):
-            sample, group = start + i // BLOCK_G, block * BLOCK_G + i % BLOCK_G
-            if (sample < B) & (group < G):
-                normalize_group_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, sample * G + group, B, G, C, S, eps)
 
 
 @jit
@@ -132,11 +118,11 @@ def group_norm_backward_kernel(
             mean = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)
             var = tl.load(stats_ptr + B * G + rows, mask=row_mask, other=1.0)
             near = tl.load(stats_ptr + 2 * B * G + rows, mask=row_mask, other=0.0)
-            scale, rstd = scale_and_rstd(var)
-            c = x * scale[:, None, None] - mean[:, None, None]
+            rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
+            c = x - mean[:, None, None]
             if HAS_DW:
                 # dy is zero past a row's end; there x - near times rstd could be infinite.
-                products = tl.sum(dy * (x * scale[:, None, None] - near[:, None, None]), axis=2)
+                products = tl.sum(dy * (x - near[:, None, None]), axis=2)
                 dw += rstd[:, None] * (products - (mean - near)[:, None] * tl.sum(dy, axis=2))
             if dx_ptr is not None:
                 if w_ptr is not None:
@@ -151,8 +137,8 @@ def group_norm_backward_kernel(
                     g = _within(g - total[:, None], _flat(mask), FILLED)  # so that g * c is zero there
                     rest, dot = sum_pair(g, g * c, 1)
                     g -= (rest * inverse)[:, None]  # corrected like mean
-                    dot = tl.div_rn(dot * inverse, tl.abs(var))
-                    dx = (scale * rstd)[:, None] * (g - c * dot[:, None])
+                    dot = tl.div_rn(dot * inverse, var)
+                    dx = rstd[:, None] * (g - c * dot[:, None])
                 dx = tl.reshape(dx, offsets.shape)
                 tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     _, affine, affine_mask = _channels(block, BLOCK_G, G, C, BLOCK_G, BLOCK_C)
@@ -166,9 +152,8 @@ def group_norm_backward_kernel(
         tl.store(partial_ptr + HAS_DW * G * C, db_sum, mask=affine_mask)
 
 
-# Largest tile of a row (a group of a sample) that one program holds in registers.
-MAX_FORWARD_TILE = 8192
-MAX_BACKWARD_TILE = 8192
+FORWARD = RowKind({2048: (1, 4), 4096: (1, 8), 8192: (1, 16)})
+BACKWARD = RowKind({2048: (1, 8), 4096: (1, 8), 8192: (1, 16)})
 
 
 def _aligned(C: int, S: int) -> bool:
@@ -181,30 +166,23 @@ def _row_tile(C: int, S: int) -> int:
 
 def _holds_backward(C: int, S: int) -> bool:
     """Return True if one program holds a row backward: what this leaves out spills on sm_90."""
-    if not _aligned(C, S):
-        return _row_tile(C, S) <= MAX_BACKWARD_TILE // 4
-    return _row_tile(C, S) <= (MAX_BACKWARD_TILE if S > 1 else MAX_BACKWARD_TILE // 2)
+    widest = max(BACKWARD.tiles)
+    return _row_tile(C, S) <= (widest // 4 if not _aligned(C, S) else widest if S > 1 else widest // 2)
 
 
-def _short_tile(G: int, C: int, S: int, elements: int) -> dict[str, int]:
-    """Whole rows, to make up so many elements: neighbouring groups first, then samples."""
+def _short_tile(kind: RowKind, G: int, C: int, S: int) -> dict[str, int]:
+    """Whole rows: neighbouring groups first, then samples."""
     block_c, block_s = next_power_of_2(C), next_power_of_2(S)
-    rows = max(1, elements // (block_c * block_s))
-    block_g = min(rows, next_power_of_2(G))
-    filled = block_c == int(C) and block_s == int(S)
-    return {"BLOCK_B": rows // block_g, "BLOCK_G": block_g, "BLOCK_C": block_c, "BLOCK_S": block_s, "FILLED": filled}
-
-
-def _forward_tile(G: int, C: int, S: int) -> dict[str, int]:
-    """16 elements a thread."""
-    return _short_tile(G, C, S, 2048) | {"num_warps": min(16, max(4, _row_tile(C, S) // 512))}
+    tile = kind.tile(block_c * block_s)
+    block_g = min(tile["BLOCK_M"], next_power_of_2(G))
+    sizes = {"BLOCK_B": tile["BLOCK_M"] // block_g, "BLOCK_G": block_g, "BLOCK_C": block_c, "BLOCK_S": block_s}
+    return sizes | {"FILLED": block_c == int(C) and block_s == int(S), "num_warps": tile["num_warps"]}
 
 
 def _backward_tile(G: int, C: int, S: int, element_size: int) -> dict[str, int]:
-    """8 elements a thread, 16 of longer rows; up to two tiles are on their way: what 8 KiB of each tensor hold."""
-    row = _row_tile(C, S)
-    ahead = min(2, 8192 // (max(row, 2048) * element_size))
-    return _short_tile(G, C, S, 2048) | {"num_warps": min(16, max(8, row // 512)), "NUM_STAGES": 1 + ahead}
+    """Up to two tiles are on their way: what 8 KiB of each tensor hold."""
+    ahead = min(2, 8192 // (max(_row_tile(C, S), 2048) * element_size))
+    return _short_tile(BACKWARD, G, C, S) | {"NUM_STAGES": 1 + ahead}
 
 
 def _shares(B: int, G: int, tile: dict[str, int], device: torch.device) -> int:
@@ -233,10 +211,10 @@ def _store_stats(stats_ptr, row, rows, mean, spread, var):
 
 @jit
 def _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, moments, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    mean, scale, rstd = moments
+    mean, rstd = moments
     channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    y = (x * scale - mean) * rstd
+    y = (x - mean) * rstd
     if w_ptr is not None:
         y *= tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
     if b_ptr is not None:
@@ -249,13 +227,13 @@ def _write_dx(
     dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, moments, total, dot, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr
 ):
     """Given the means of dy * weight and of dy * weight * c * rstd over the row."""
-    mean, scale, rstd = moments
+    mean, rstd = moments
     channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)
     dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if w_ptr is not None:
         dy *= tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
-    dx = (scale * rstd) * (dy - total - (x * scale - mean) * (rstd * dot))  # two factors, not three, in registers
+    dx = rstd * (dy - total - (x - mean) * (rstd * dot))  # two factors, not three, in registers
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -268,17 +246,14 @@ def group_norm_walk_kernel(
     eps = tl.cast(eps, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     D = C * S
-    mean, squares = column_moments(x_ptr + row * D, D, 1.0, BLOCK_C * BLOCK_S, NUM_STAGES)
+    mean, squares = column_moments(x_ptr + row * D, D, BLOCK_C * BLOCK_S, NUM_STAGES)
     spread = squares / D
     var = spread + eps
     _store_stats(stats_ptr, row, B * G, mean, spread, var)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
     tiles = tl.cdiv(C, BLOCK_C) * tl.cdiv(S, BLOCK_S)
     for i in tl.range(tiles, num_stages=NUM_STAGES):
-        _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tiles - 1 - i, G, C, S, (mean, 1.0, rstd), BLOCK_C, BLOCK_S)
-    if (squares < float("inf")) == 0:
-        tl.debug_barrier()  # another thread may have written the same place
-        normalize_group_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, B, G, C, S, eps)
+        _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tiles - 1 - i, G, C, S, (mean, rstd), BLOCK_C, BLOCK_S)
 
 
 @jit
@@ -291,7 +266,7 @@ def group_norm_walk_backward_kernel(
     columns = tl.cdiv(S, BLOCK_S)
     tiles = tl.cdiv(C, BLOCK_C) * columns
     mean, near = tl.load(stats_ptr + row), tl.load(stats_ptr + 2 * B * G + row)
-    scale, rstd = scale_and_rstd(tl.load(stats_ptr + B * G + row))
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
     total = tl.zeros((BLOCK_C,), dtype=tl.float32)
     dot = tl.zeros((BLOCK_C,), dtype=tl.float32)
     for tile in tl.range(tiles, num_stages=NUM_STAGES):
@@ -299,7 +274,7 @@ def group_norm_walk_backward_kernel(
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         # dy is zero past the tile's edge; there x - near times rstd could be infinite.
-        db, dw = sum_pair(dy, dy * (x * scale - near), 1)
+        db, dw = sum_pair(dy, dy * (x - near), 1)
         dw = rstd * (dw - (mean - near) * db)
         at = partial_ptr + (row // G * columns + column) * 2 * G * C + channels
         tl.store(at, dw, mask=channel_mask)
@@ -312,7 +287,7 @@ def group_norm_walk_backward_kernel(
         dot += dw
     total, dot = sum_pair(total, dot, 0)
     D = C * S
-    moments = (mean, scale, rstd)
+    moments = (mean, rstd)
     for i in tl.range(tiles, num_stages=NUM_STAGES):
         _write_dx(
             dy_ptr, x_ptr, w_ptr, dx_ptr, row, tiles - 1 - i, G, C, S, moments, total / D, dot / D, BLOCK_C, BLOCK_S
@@ -323,13 +298,13 @@ def group_norm_walk_backward_kernel(
 def group_norm_long_moments_kernel(
     x_ptr, moments_ptr, D, PIECES, PIECE, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr
 ):
-    """Mean and squared deviations of a piece of a row; where it is scaled the squares are negative."""
+    """Mean and squared deviations of a piece of a row."""
     program = tl.program_id(0).to(tl.int64)
     row, first = program // PIECES, program % PIECES * PIECE
     length = tl.minimum(PIECE, D - first)
-    mean, squares, scale = piece_moments(x_ptr + row * D + first, length, BLOCK_N, NUM_STAGES)
+    mean, squares = column_moments(x_ptr + row * D + first, length, BLOCK_N, NUM_STAGES)
     tl.store(moments_ptr + program, mean)
-    tl.store(moments_ptr + tl.num_programs(0) + program, tl.where(scale < 1.0, -squares, squares))
+    tl.store(moments_ptr + tl.num_programs(0) + program, squares)
 
 
 @jit
@@ -347,13 +322,13 @@ def group_norm_long_kernel(
     count = tl.where(k < PIECES, tl.minimum(PIECE, D - k * PIECE), 0).to(tl.float32)
     means = tl.load(moments_ptr + row * PIECES + k, mask=k < PIECES, other=0.0)
     squares = tl.load(moments_ptr + (B * G + row) * PIECES + k, mask=k < PIECES, other=0.0)
-    mean, squares, scale = merge_pieces(means, squares, count, D)
+    mean, squares = merge_moments(means, 0.0, squares, count, D)
     spread = squares / D
-    var = kept_variance(spread, eps, scale)
+    var = spread + eps
     if tile == 0:
         _store_stats(stats_ptr, row, B * G, mean, spread, var)
-    _, rstd = scale_and_rstd(var)
-    _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, (mean, scale, rstd), BLOCK_C, BLOCK_S)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
+    _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, (mean, rstd), BLOCK_C, BLOCK_S)
 
 
 @jit
@@ -369,7 +344,7 @@ def group_norm_long_backward_sums_kernel(
     channel_mask = channels < C
     if x_ptr is not None:
         mean, near = tl.load(stats_ptr + row), tl.load(stats_ptr + 2 * B * G + row)
-        scale, rstd = scale_and_rstd(tl.load(stats_ptr + B * G + row))
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
     dw = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
     db = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
     for start in range(piece * PIECE, tl.minimum(S, (piece + 1) * PIECE), BLOCK_S):
@@ -380,7 +355,7 @@ def group_norm_long_backward_sums_kernel(
         db += dy
         if x_ptr is not None:
             x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-            dw += dy * (x * scale - near)  # dy is zero past the tile's edge
+            dw += dy * (x - near)  # dy is zero past the tile's edge
     SUMS: tl.constexpr = 1 if x_ptr is None else 2
     partial_ptr += ((row // G * PIECES + piece) * SUMS * G + row % G) * C + channels
     db_sum = tl.sum(db, axis=1)
@@ -414,9 +389,9 @@ def group_norm_long_backward_kernel(
         total += db
     D = tl.cast(C, tl.int64) * S
     mean = tl.load(stats_ptr + row)
-    scale, rstd = scale_and_rstd(tl.load(stats_ptr + B * G + row))
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
     total, dot = sum_pair(total, dot, 0)
-    moments = (mean, scale, rstd)
+    moments = (mean, rstd)
     _write_dx(dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, moments, total / D, dot / D, BLOCK_C, BLOCK_S)
 
 
@@ -475,8 +450,8 @@ def forward(
 ) -> None:
     """Fill y and stats; the sizes are B, G, C and S."""
     B, G, C, S = sizes
-    if _row_tile(C, S) <= MAX_FORWARD_TILE:
-        tile = _forward_tile(G, C, S)
+    if _row_tile(C, S) <= max(FORWARD.tiles):
+        tile = _short_tile(FORWARD, G, C, S)
         grid = (cdiv(G, tile["BLOCK_G"]) * cdiv(B, tile["BLOCK_B"]),)
         wrap_triton(group_norm_kernel)[grid](x, weight, bias, y, stats, *sizes, eps, **tile)
         return

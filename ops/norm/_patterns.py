@@ -18,9 +18,9 @@ from llmk.compiler.patterns import (
     NoMatch,
     Number,
     Pattern,
-    Reshaped,
     Result,
     RewritePattern,
+    View,
     all_arguments,
     arguments,
     cast_of,
@@ -34,7 +34,7 @@ from llmk.compiler.patterns import (
     value_of,
     widened,
 )
-from llmk.compiler.spellings import AxisBack, Mean, over, reciprocal
+from llmk.compiler.spellings import Mean, axis_back, over, reciprocal
 
 ANCHOR_OPS = ("rms_norm", "rsqrt", "sqrt", "pow", "linalg_vector_norm")
 OTHERWISE = (
@@ -95,8 +95,8 @@ def _over_root(x: Pattern, statistic: Callable[[bool], Pattern]) -> Pattern:
         statistic: `statistic(kept)` is the pattern of the statistic that keeps its axis, or does not.
     """
     kept, bare = (Call("add", statistic(keepdim), Number("eps")) for keepdim in (True, False))
-    y = kept | Call("add", AxisBack(statistic(False)), Number("eps")) | AxisBack(bare)
-    inverse, root = (one(y) | AxisBack(one(bare)) for one in (_inverse_root, _root))
+    y = kept | Call("add", View(axis_back, statistic(False)), Number("eps")) | View(axis_back, bare)
+    inverse, root = (one(y) | View(axis_back, one(bare)) for one in (_inverse_root, _root))
     return Call("mul", x, Cast(inverse)) | over(x, Cast(root | reciprocal(inverse)))
 
 
@@ -117,7 +117,7 @@ def _rms_norm(input: Pattern) -> Pattern:
 
 def _rms_norm_of_groups(input: Pattern) -> Pattern:
     """Match a view to groups of features, a norm of each group, a view back and a weight of all features, or none."""
-    normed = Cast(Reshaped(_normed(Input(Named("groups", Reshaped(Input(input)))))))
+    normed = Cast(View(reshape_of, _normed(Input(Named("groups", View(reshape_of, Input(input)))))))
     return Cast(Call("mul", normed, _scale())) | normed
 
 
@@ -255,7 +255,12 @@ RMS_NORM_GATED = tuple(
 def _layer_norm() -> Pattern:
     x, dim = Input(KeywordArg("input")), Arg("dim")
     both = {kept: _of_var(lambda **options: Call("var_mean", x, dim, **options), kept) for kept in (True, False)}
-    mean = Mean(x, dim) | AxisBack(Mean(x, dim, False)) | Result(1, both[True]) | AxisBack(Result(1, both[False]))
+    mean = (
+        Mean(x, dim)
+        | View(axis_back, Mean(x, dim, False))
+        | Result(1, both[True])
+        | View(axis_back, Result(1, both[False]))
+    )
     centered = Call("sub", x, Cast(mean))
 
     def variance(kept: bool) -> Pattern:

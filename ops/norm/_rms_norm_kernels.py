@@ -20,36 +20,21 @@ ms is what is kept for the backward pass: dividing by it costs one rounding wher
 where the two terms of dx nearly cancel, in rows of few values. In a row of one value they cancel to eps:
 dx = rstd * dy * w * eps / ms + dh.
 
-A row that fits in registers is read once in either direction; a longer one is walked in blocks, twice. The weight's
-gradient is summed in float32 by each program over its own rows, then over the programs in a fixed order: no atomics.
+A row is held in registers, read once in either direction. The weight's gradient is summed in float32 by each program
+over its own rows, then over the programs in a fixed order: no atomics. Wider rows go through plain PyTorch: unless
+Triton can read 16 bytes at a time, past 16,384 columns forward and 16 KiB backward, else past twice that.
 """
+
+from collections.abc import Callable
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import (
-    Strides,
-    contiguous,
-    row_shares,
-    row_starts,
-    rows_ahead,
-    strided_rows,
-    strided_rows_aligned,
-)
+from llmk.ops.common.row_plan import RowKind, RowPlan
+from llmk.ops.common.rows import Strides, contiguous, row_starts, rows_ahead, strided_rows, strided_rows_aligned
 from llmk.ops.common.sums import sum_partials
-from llmk.registry import (
-    cdiv,
-    empty,
-    grid_cap,
-    jit,
-    max_warps,
-    next_power_of_2,
-    no_gradient,
-    num_programs,
-    recomputed_in_backward,
-    wrap_triton,
-)
+from llmk.registry import cdiv, empty, jit, no_gradient, recomputed_in_backward, wrap_triton
 
 
 @jit
@@ -77,46 +62,6 @@ def rms_norm_kernel(
         y *= (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(ms_ptr + rows, ms, mask=rows < M)
-
-
-@jit
-def _long_block(x_ptr, residual_ptr, cols, N):
-    """A block of a row of h, rounded, as float32."""
-    h = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        h += tl.load(residual_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        h = h.to(x_ptr.dtype.element_ty).to(tl.float32)
-    return h
-
-
-@jit
-def rms_norm_long_kernel(
-    x_ptr, residual_ptr, w_ptr, y_ptr, h_ptr, ms_ptr, N,
-    x_stride, x_inner, x_inner_stride, residual_stride, residual_inner, residual_inner_stride, eps, offset,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    eps = tl.cast(eps, tl.float32)
-    offset = tl.cast(offset, tl.float32)
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row_starts(row, x_stride, x_inner, x_inner_stride)
-    if residual_ptr is not None:
-        residual_ptr += row_starts(row, residual_stride, residual_inner, residual_inner_stride)
-    squares = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for start in range(0, N, BLOCK_N):
-        h = _long_block(x_ptr, residual_ptr, start + tl.arange(0, BLOCK_N), N)
-        squares += h * h
-    ms = tl.sum(squares, axis=0) / N + eps
-    tl.store(ms_ptr + row, ms)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(ms))
-    for start in range(0, N, BLOCK_N):  # the second pass finds the row in L2
-        cols = start + tl.arange(0, BLOCK_N)
-        h = _long_block(x_ptr, residual_ptr, cols, N)
-        if h_ptr is not None:
-            tl.store(h_ptr + row * N + cols, h.to(h_ptr.dtype.element_ty), mask=cols < N)
-        y = h * rstd
-        if w_ptr is not None:
-            y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
-        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
 @jit
@@ -162,118 +107,33 @@ def rms_norm_backward_kernel(
         tl.store(dw_ptr + program * N + cols, tl.sum(dw, axis=0), mask=cols < N)
 
 
-@jit
-def rms_norm_long_backward_dot_kernel(
-    dy_ptr, h_ptr, w_ptr, ms_ptr, dot_ptr, N,
-    dy_stride, dy_inner, dy_inner_stride, h_stride, h_inner, h_inner_stride, offset, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """mean(dy * w * h) / ms of each row."""
-    offset = tl.cast(offset, tl.float32)
-    row = tl.program_id(0).to(tl.int64)
-    dy_ptr += row_starts(row, dy_stride, dy_inner, dy_inner_stride)
-    h_ptr += row_starts(row, h_stride, h_inner, h_inner_stride)
-    dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for start in range(0, N, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)
-        h = tl.load(h_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if w_ptr is not None:
-            dy *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
-        dot += dy * h
-    tl.store(dot_ptr + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.load(ms_ptr + row)))
-
-
-@jit
-def rms_norm_long_backward_kernel(
-    dy_ptr, dh_ptr, h_ptr, w_ptr, ms_ptr, dot_ptr, dx_ptr, dw_ptr, M, N,
-    dy_stride, dy_inner, dy_inner_stride, dh_stride, dh_inner, dh_inner_stride, h_stride, h_inner, h_inner_stride,
-    offset, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One block of columns, a share of the rows."""
-    offset = tl.cast(offset, tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if w_ptr is not None:
-        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
-    dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for row in range(program, M, tl.num_programs(0)):
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(ms_ptr + row)))
-        h_start = row_starts(row, h_stride, h_inner, h_inner_stride)
-        h = tl.load(h_ptr + h_start + cols, mask=cols < N, other=0.0).to(tl.float32)
-        dy_start = row_starts(row, dy_stride, dy_inner, dy_inner_stride)
-        dy = tl.load(dy_ptr + dy_start + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if dw_ptr is not None:
-            dw += dy * (h * rstd)
-        if w_ptr is not None:
-            dy *= w
-        dx = rstd * (dy - h * tl.load(dot_ptr + row))
-        if dh_ptr is not None:
-            dh_start = row_starts(row, dh_stride, dh_inner, dh_inner_stride)
-            dx += tl.load(dh_ptr + dh_start + cols, mask=cols < N, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
-    if dw_ptr is not None:
-        tl.store(dw_ptr + program * N + cols, dw, mask=cols < N)
-
-
-# Where Triton cannot read 16 bytes at a time, a thread's addresses take registers too, and wider rows spill on sm_90.
-MAX_FORWARD_BLOCK = 32768
-"""The widest row that one program holds in registers forward, where that is h; half of it for unaligned rows."""
-
-MAX_BACKWARD_BYTES = 32768
-"""The widest row that one program holds backward: h, dy, and in float32 the weight's gradient; half of it likewise."""
-
-
 NO_STRIDES: Strides = (None, None, None)
 
+FORWARD = RowKind({2048: (1, 4), 4096: (1, 8), 8192: (1, 8), 16384: (1, 16), 32768: (1, 16)})
+"""The program holds h."""
+# H200, bf16, times the floor: 1.08 at 32768x4096, 1.14 at 8192x8192, 1.14 at 4096x16384, 1.11 at 65536x1024, 1.17 at
+# 262144x128. 8 warps instead of 16 where 8192 elements hold a row: at 5120 columns 1.22, not 1.38.
 
-def _tile(N: int, elements: int) -> dict[str, int]:
-    """Rows per program, to make up so many elements, and warps for rows that fit."""
-    block_n = next_power_of_2(N)
-    block_m = max(1, elements // block_n)
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": min(16, max(4, block_m * block_n // 512))}
-
-
-def _forward_tile(N: int) -> dict[str, int]:
-    # H200, bf16, times the floor: 1.08 at 32768x4096, 1.14 at 8192x8192, 1.14 at 4096x16384, 1.11 at 65536x1024,
-    # 1.17 at 262144x128. 8 warps instead of 16 where 8192 elements hold a row: at 5120 columns 1.22, not 1.38.
-    tile = _tile(N, 2048)
-    return tile | {"num_warps": 8} if tile["BLOCK_N"] == 8192 else tile
+BACKWARD = RowKind({1024: (2, 4), 2048: (2, 8), 4096: (1, 8), 8192: (1, 8), 16384: (1, 16)}, row_bytes=32768)
+"""It holds h, dy, and in float32 the weight's gradient."""
+# H200, bf16, times the floor: 1.08 at 32768x4096, 1.15 at 8192x8192, 1.33 at 262144x128, each with three stages of
+# prefetch; one stage costs 0.1 more. Forward and backward, 65536x1024: 1.09, with 8 warps 1.11; 4096x16384: 1.25, where
+# 16 warps can have 128 registers, which take no weight besides h, dy and dw; where shared memory does not take two more
+# rows, one more is worse than none: 1.37.
 
 
-def _backward_tile(N: int, element_size: int, tensors: int, device: torch.device) -> dict[str, int] | None:
-    """Return the tile for reading so many tensors: h, dy and perhaps dh. None where these rows are walked in blocks."""
-    # H200, bf16, times the floor: 1.08 at 32768x4096, 1.15 at 8192x8192, 1.33 at 262144x128, each with the programs of
-    # _programs and three stages of prefetch; one stage costs 0.1 more. Forward and backward, 65536x1024: 1.09, with 8
-    # warps 1.11; 4096x16384: 1.25, where 16 warps can have 128 registers, which take no weight besides h, dy and dw;
-    # where shared memory does not take two more rows, one more is worse than none: 1.37.
+def _backward_plan(h: Tensor, tensors: int, is_aligned: Callable[[], bool]) -> RowPlan | None:
+    """Return the plan for reading so many tensors, h, dy and perhaps dh; None where rows are not held."""
+    N = h.shape[-1]
+    if not BACKWARD.holds(N, h.dtype, is_aligned):
+        return None
     hold = N <= 8192
-    tile = _tile(N, 2048 if N <= 1024 else 4096)
-    tile["num_warps"] = (4 if N <= 1024 else 8) if hold else 16
-    stage = tile["BLOCK_M"] * tile["BLOCK_N"] * element_size * (tensors if hold else tensors + 1)
-    ahead = rows_ahead(stage, device)
+    stage = BACKWARD.elements(N) * h.element_size() * (tensors if hold else tensors + 1)
+    ahead = rows_ahead(stage, h.device)
     if ahead == 0 and tensors == 3:  # with dh and no prefetch registers spill
         return None
-    return tile | {"HOLD_WEIGHT": hold, "NUM_STAGES": 3 if ahead == 2 else 1 if tensors == 2 else 2}
-
-
-def _long_forward_tile() -> dict[str, int]:
-    # One program on each multiprocessor, so that the second pass finds the rows under way in L2. H200, bf16, times the
-    # floor: 1.71 at 128,256 columns, 1.72 at 262,144; 4096 elements with 8 warps 1.88 and 2.55.
-    return {"BLOCK_N": 8192, "num_warps": max_warps()}
-
-
-LONG_BACKWARD_BLOCK = 1024
-
-
-def _long_backward_warps(element_size: int) -> int:
-    # H200, bf16, 4096x16384: 1.85 times the floor, which counts one reading of x and dy where this makes two; twice the
-    # warps 2.02. In float32 two warps spill.
-    return 2 if element_size == 2 else 4
-
-
-def _programs(N: int, device: torch.device) -> int:
-    """Programs of the backward pass: each costs one row of float32 partials, and several hide each other's latency."""
-    return num_programs(device, 4 if N <= 1024 else 2 if N <= 4096 else 1)
+    stages = 3 if ahead == 2 else 1 if tensors == 2 else 2
+    return RowPlan.of(BACKWARD, h.numel() // N, N, h.device, HOLD_WEIGHT=hold, NUM_STAGES=stages)
 
 
 def _optional_rows(x: Tensor | None) -> tuple[Tensor | None, Strides]:
@@ -285,22 +145,19 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y, h if there is a residual, and ms `[...]`, one for each row."""
     x, x_strides = strided_rows(input)
-    residual, residual_strides = _optional_rows(residual)
-    weight, N = contiguous(weight), x.shape[-1]
-    M = x.numel() // N
-    y = empty(input.shape, input.dtype, input.device)
-    h = empty(input.shape, input.dtype, input.device) if residual is not None else None
-    ms = empty(input.shape[:-1], torch.float32, input.device)
-    rows = (x, x_strides), (residual, residual_strides), (weight, NO_STRIDES)
-    if N <= MAX_FORWARD_BLOCK // 2 or (N <= MAX_FORWARD_BLOCK and strided_rows_aligned(N, *rows)):
-        tile = _forward_tile(N)
-        wrap_triton(rms_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
-            x, residual, weight, y, h, ms, M, N, *x_strides, *residual_strides, eps, offset, **tile
-        )
-    else:
-        wrap_triton(rms_norm_long_kernel)[(M,)](
-            x, residual, weight, y, h, ms, N, *x_strides, *residual_strides, eps, offset, **_long_forward_tile()
-        )
+    added, added_strides = _optional_rows(residual)
+    w, N = contiguous(weight), x.shape[-1]
+    M, device = x.numel() // N, x.device
+    rows = (x, x_strides), (added, added_strides), (w, NO_STRIDES)
+    if not FORWARD.holds(N, x.dtype, lambda: strided_rows_aligned(N, *rows)):
+        return forward_plain(input, residual, weight, eps, offset)
+    y = empty(input.shape, input.dtype, device)
+    h = empty(input.shape, input.dtype, device) if residual is not None else None
+    ms = empty(input.shape[:-1], torch.float32, device)
+    tile = FORWARD.tile(N)
+    wrap_triton(rms_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
+        x, added, w, y, h, ms, M, N, *x_strides, *added_strides, eps, offset, **tile
+    )
     return y, h, ms
 
 
@@ -315,33 +172,21 @@ def backward(
     need_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """dx, and dw or `no_gradient`."""
-    dx = empty(h.shape, h.dtype, h.device)
     dy, dy_strides = strided_rows(grad)
     dh, dh_strides = _optional_rows(grad_h)
-    h, h_strides = strided_rows(h)
-    weight, ms, N = contiguous(weight), ms.contiguous(), h.shape[-1]
-    M = h.numel() // N
-    rows = (dy, dy_strides), (dh, dh_strides), (h, h_strides), (weight, NO_STRIDES)
-    row_bytes = N * h.element_size()
-    held = None
-    if row_bytes <= MAX_BACKWARD_BYTES // 2 or (row_bytes <= MAX_BACKWARD_BYTES and strided_rows_aligned(N, *rows)):
-        held = _backward_tile(N, h.element_size(), 2 if dh is None else 3, h.device)
-    shares = row_shares(cdiv(N, LONG_BACKWARD_BLOCK), h.device) if held is None else _programs(N, h.device)
-    programs = grid_cap(M, shares)
+    x, x_strides = strided_rows(h)
+    w, N = contiguous(weight), x.shape[-1]
+    rows = (dy, dy_strides), (dh, dh_strides), (x, x_strides), (w, NO_STRIDES)
+    plan = _backward_plan(x, 2 if dh is None else 3, lambda: strided_rows_aligned(N, *rows))
+    if plan is None:
+        return backward_plain(grad, grad_h, h, weight, ms, eps, offset, need_weight)
+    tile, programs = plan
+    dx = empty(h.shape, h.dtype, h.device)
     partials = empty((programs, N), torch.float32, h.device) if need_weight else None
-    if held is not None:
-        wrap_triton(rms_norm_backward_kernel)[(programs,)](
-            dy, dh, h, weight, ms, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, eps, offset, **held
-        )
-    else:
-        dot = empty((M,), torch.float32, h.device)
-        wrap_triton(rms_norm_long_backward_dot_kernel)[(M,)](
-            dy, h, weight, ms, dot, N, *dy_strides, *h_strides, offset, **_long_forward_tile()
-        )
-        tile = {"BLOCK_N": LONG_BACKWARD_BLOCK, "num_warps": _long_backward_warps(h.element_size())}
-        wrap_triton(rms_norm_long_backward_kernel)[(programs, cdiv(N, LONG_BACKWARD_BLOCK))](
-            dy, dh, h, weight, ms, dot, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, offset, **tile
-        )
+    sizes = x.numel() // N, N
+    wrap_triton(rms_norm_backward_kernel)[(programs,)](
+        dy, dh, x, w, ms.contiguous(), dx, partials, *sizes, *dy_strides, *dh_strides, *x_strides, eps, offset, **tile
+    )
     if weight is None or partials is None:
         return dx, no_gradient(grad)
     return dx, sum_partials(partials, weight.dtype)
@@ -369,19 +214,22 @@ def inductor_reads_once(input: Tensor, *_: object) -> bool:
     return input.shape[-1] <= 16384
 
 
-def forward_on_cpu(h: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """y and ms `[...]`, in plain PyTorch."""
-    dtype, h = h.dtype, h.float()
-    ms = h.square().mean(-1, keepdim=True) + eps
-    with recomputed_in_backward(h):
-        y = h * torch.rsqrt(ms)
+def forward_plain(
+    input: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`forward` in plain PyTorch."""
+    h = None if residual is None else (input + residual).contiguous()
+    x = (input if h is None else h).float()
+    ms = x.square().mean(-1, keepdim=True) + eps
+    with recomputed_in_backward(x):
+        y = x * torch.rsqrt(ms)
         if weight is not None:
             y = y * (weight.float() + offset)
-        y = y.to(dtype).contiguous()
-    return y, ms.squeeze(-1).contiguous()
+        y = y.to(input.dtype).contiguous()
+    return y, h, ms.squeeze(-1).contiguous()
 
 
-def backward_on_cpu(
+def backward_plain(
     grad: Tensor,
     grad_h: Tensor | None,
     h: Tensor,

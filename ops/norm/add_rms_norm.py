@@ -79,16 +79,8 @@ add_rms_norm_fwd = KernelOp(_add_rms_norm_fwd, launch_cached=True, decomposed=no
 add_rms_norm_bwd = KernelOp(_add_rms_norm_bwd, launch_cached=True)
 
 
-@add_rms_norm_fwd.register_kernel("cpu")
-def _(
-    input: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    h = (input + residual).contiguous()
-    y, ms = norm.forward_on_cpu(h, weight, eps, offset)
-    return y, h, ms
-
-
-add_rms_norm_bwd.register_kernel("cpu")(norm.backward_on_cpu)
+add_rms_norm_fwd.register_kernel("cpu")(norm.forward_plain)
+add_rms_norm_bwd.register_kernel("cpu")(norm.backward_plain)
 
 
 @add_rms_norm_fwd.register_fake
@@ -173,6 +165,8 @@ def add_rms_norm(
     """The sum `h = input + residual` and its root mean square normalization over the last axis, `rms_norm(h)`.
 
     The sum is rounded once, and normalized as rounded, with statistics and products in float32 and one rounding.
+    Kernels hold rows of up to 32 KiB, of half as much where they are not aligned to 16 elements; wider ones go through
+    plain PyTorch.
 
     Args:
         input: `[..., N]`, float32, float16 or bfloat16, any strides.

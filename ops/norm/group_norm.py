@@ -22,8 +22,7 @@ Backward, given dy, with c = x - mean and g = dy * weight - mean(dy * weight):
 near is the mean in fewer digits: x - mean rounds alike for all x of a binade, which thousands of positions add up, and
 x - near does not round. So the sums for mean and var are about near too, where a row is read once. The corrected mean
 is the float nearest to the mean, so that a row of equal values has variance zero. mean, var and near are kept for the
-backward pass. In a row of one value the terms of dx cancel for good: dx = 0. Where squares overflow, x * 2^-80 stands
-for x in all of this (_moments.py).
+backward pass. In a row of one value the terms of dx cancel for good: dx = 0.
 
 Rows that fit in registers are read once in either direction, longer ones twice. Sums are float32, in a fixed order: no
 atomics. Only gradients that are wanted are computed.
@@ -39,7 +38,7 @@ from llmk.ops.common.rows import contiguous
 from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_affine
 from llmk.ops.norm import _group_norm_kernels as kernels
-from llmk.ops.norm._moments import affine_gradient, centered, moments_cpu, scale_cpu
+from llmk.ops.norm._moments import affine_gradient, centered
 from llmk.registry import (
     REPLICATE,
     Cost,
@@ -117,8 +116,9 @@ group_norm_bwd = KernelOp(_group_norm_bwd, launch_cached=True)
 def _(input, num_groups, weight, bias, eps):
     B, C, S = _sizes(input, num_groups)
     x = input.float().reshape(B * num_groups, C * S)
-    c, mean, var = moments_cpu(x, eps)
-    y = (c * torch.rsqrt(var.abs())).view(B, num_groups * C, S)
+    c, mean = centered(x)
+    var = c.square().mean(-1, keepdim=True) + eps
+    y = (c * torch.rsqrt(var)).view(B, num_groups * C, S)
     if weight is not None:
         y = y * weight.float()[:, None]
     if bias is not None:
@@ -131,19 +131,18 @@ def _(grad, input, num_groups, weight, bias, stats, need_input, need_weight, nee
     B, C, S = _sizes(input, num_groups)
     dy = grad.float().reshape(B, num_groups * C, S)
     mean, var, _ = stats.view(3, B * num_groups, 1).unbind()
-    scale, var = scale_cpu(var)
     rstd = torch.rsqrt(var)
     dx, dw, db = (no_gradient(grad) for _ in range(3))
     if need_bias:
         db = dy.sum(2).sum(0).to(bias.dtype)
     if need_input or need_weight:
-        c = input.float().reshape(B * num_groups, C * S) * scale - mean
+        c = input.float().reshape(B * num_groups, C * S) - mean
         if need_weight:
             dw = (dy * (c * rstd).view(dy.shape)).sum(2).sum(0).to(weight.dtype)
         if need_input:
             g = (dy if weight is None else dy * weight.float()[:, None]).reshape(c.shape)
             g, _ = centered(g)  # of equal values nothing is left
-            dx = scale * ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt())
+            dx = (g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt()
             dx = dx.to(input.dtype).reshape(input.shape)
     return dx, dw, db
 

@@ -17,14 +17,13 @@ Backward, given dy, with c = x - mean and g = dy * weight - mean(dy * weight):
 The corrected mean is the float nearest to the mean: a large common offset costs no more digits than it must, and a row
 of equal values has variance zero. mean and var are kept for the backward pass: dividing by var costs one rounding where
 rstd^2 would cost three, which shows where the terms of dx nearly cancel, in rows of few values. In a row of one value
-they cancel for good: dx = 0. Where squares overflow, x * 2^-80 stands for x in all of this (_moments.py).
+they cancel for good: dx = 0.
 
-A row that fits in registers is read once in either direction. Forward walks a longer one in blocks, twice: moments by
-Chan's formula, then the output. Backward of up to twice what fits gives each half of the columns a program of its own,
-which reads the other half too, for the row's sums: the second reading of a value finds it in L2. Still longer rows are
-read twice: for the sums, then in blocks of columns. The gradients of weight and bias are summed in float32 by each
-program over its own rows, then over the programs in a fixed order: no atomics. Only gradients that are wanted are
-computed.
+A row is held in registers, read once in either direction. Backward, past 8,192 columns, each half of them has a program
+of its own, which reads the other half too, for the row's sums: the second reading of a value finds it in L2. The
+gradients of weight and bias are summed in float32 by each program over its own rows, then over the programs in a fixed
+order: no atomics. Only gradients that are wanted are computed. Wider rows go through plain PyTorch: past 16,384
+columns, and backward past 4,096 where Triton cannot read 16 bytes at a time.
 """
 
 from collections.abc import Iterator
@@ -34,20 +33,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import as_rows, contiguous, row_shares, rows_ahead, rows_aligned
+from llmk.ops.common.row_plan import RowKind, RowPlan
+from llmk.ops.common.rows import as_rows, contiguous, rows_ahead, rows_aligned
 from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.common.sums import sum_affine, sum_pair
-from llmk.ops.norm._moments import (
-    affine_gradient,
-    centered,
-    column_moments,
-    known_rest,
-    moments_cpu,
-    normalize_if_huge,
-    overflowed,
-    scale_and_rstd,
-    scale_cpu,
-)
+from llmk.ops.norm._moments import affine_gradient, centered, known_rest
 from llmk.ops.norm._patterns import LAYER_NORM
 from llmk.registry import (
     REPLICATE,
@@ -61,7 +51,6 @@ from llmk.registry import (
     empty,
     grid_cap,
     jit,
-    next_power_of_2,
     no_gradient,
     num_programs,
     or_no_gradient,
@@ -103,13 +92,6 @@ def layer_norm_kernel(
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(stats_ptr + rows, mean, mask=rows < M)
     tl.store(stats_ptr + M + rows, var, mask=rows < M)
-    if overflowed(squares):
-        tl.debug_barrier()  # another thread may have written the same place
-        for i in range(0, BLOCK_M):
-            row = tl.program_id(0).to(tl.int64) * BLOCK_M + i
-            if row < M:
-                x_row, y_row = x_ptr + row * x_stride, y_ptr + row * N
-                normalize_if_huge(x_row, w_ptr, b_ptr, y_row, stats_ptr + row, stats_ptr + M + row, None, N, 1, eps)
 
 
 @jit
@@ -147,9 +129,8 @@ def layer_norm_backward_kernel(
             x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             mean = tl.load(stats_ptr + rows, mask=rows < M, other=0.0)
             var = tl.load(stats_ptr + M + rows, mask=rows < M, other=1.0)
-            scale, rstd = scale_and_rstd(var)
-            scale, rstd = scale[:, None], rstd[:, None]
-            c = tl.where(mask, x * scale - mean[:, None], 0.0)
+            rstd = tl.div_rn(1.0, tl.sqrt_rn(var))[:, None]
+            c = tl.where(mask, x - mean[:, None], 0.0)
             if HAS_DW:
                 dw += dy * (c * rstd)
             if dx_ptr is not None:
@@ -165,7 +146,7 @@ def layer_norm_backward_kernel(
                     else:
                         total, dot = sum_pair(dy, dy * c, 1)
                         total /= N
-                    dx = scale * rstd * (dy - total[:, None] - c * tl.div_rn(dot / N, tl.abs(var))[:, None])
+                    dx = rstd * (dy - total[:, None] - c * tl.div_rn(dot / N, var)[:, None])
                 tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -175,110 +156,26 @@ def layer_norm_backward_kernel(
         tl.store(partial_ptr + HAS_DW * N, tl.sum(db, axis=0), mask=cols < N)
 
 
-# Widest row that one program holds in registers: forward it holds x, backward x, dy, the weight and two gradients.
-MAX_FORWARD_BLOCK = 16384
-MAX_BACKWARD_BLOCK = 8192
-# Backward, of rows that are not aligned.
-MAX_UNALIGNED_BLOCK = 4096
+# 32 elements a thread, for threads wait for each other three times a row. H200, bf16, times the floor: 1.09 at
+# 32768x4096, with twice the warps 1.14; 1.18 and 1.32 at 8192x8192; 1.13 and 1.19 at 65536x1024; 1.33 at 4096x16384.
+FORWARD = RowKind({2048: (1, 2), 4096: (1, 4), 8192: (1, 8), 16384: (1, 16)})
+"""The program holds x."""
 
-
-def _tile(N: int, elements: int) -> dict[str, int]:
-    """Rows per program, to make up so many elements."""
-    block_n = next_power_of_2(N)
-    return {"BLOCK_M": max(1, elements // block_n), "BLOCK_N": block_n}
-
-
-def _forward_tile(N: int) -> dict[str, int]:
-    # 32 elements a thread, for threads wait for each other three times a row. H200, bf16, times the floor: 1.09 at
-    # 32768x4096, with twice the warps 1.14; 1.18 and 1.32 at 8192x8192; 1.13 and 1.19 at 65536x1024; 1.33 at
-    # 4096x16384.
-    tile = _tile(N, 2048)
-    return tile | {"num_warps": min(16, tile["BLOCK_M"] * tile["BLOCK_N"] // 1024)}
-
-
-def _backward_tile(N: int, dy: Tensor) -> dict[str, int]:
-    # rms_norm's: 16 elements a thread take 128 registers on sm_90, which two programs of 8 warps share, or four of 4.
-    # H200, bf16, times the floor: 1.10 at 32768x4096, 1.26 at 8192x4096; 1.13 at 65536x1024, where 8 warps gave 1.22.
-    tile, warps = (_tile(N, 2048), 4) if N <= 1024 else (_tile(N, 4096), 8 if N <= 4096 else 16)
-    ahead = rows_ahead(2 * tile["BLOCK_M"] * tile["BLOCK_N"] * dy.element_size(), dy.device)
-    return tile | {"num_warps": warps, "NUM_STAGES": 1 + ahead}
+# rms_norm's: 16 elements a thread take 128 registers on sm_90, which two programs of 8 warps share, or four of 4.
+# H200, bf16, times the floor: 1.10 at 32768x4096, 1.26 at 8192x4096; 1.13 at 65536x1024, where 8 warps gave 1.22.
+BACKWARD = RowKind({1024: (2, 4), 2048: (2, 8), 4096: (1, 8), 8192: (1, 16)})
+"""It holds x, dy, the weight and two gradients."""
 
 
 @jit
-def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_N: tl.constexpr):
-    eps = tl.cast(eps, tl.float32)
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
-    y_ptr += row * N
-    mean, squares = column_moments(x_ptr, N, 1.0, BLOCK_N, 1)
-    var = squares / N + eps
-    tl.store(stats_ptr + row, mean)
-    tl.store(stats_ptr + M + row, var)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
-    for start in range(0, N, BLOCK_N):  # the second pass finds the row in L2
-        cols = start + tl.arange(0, BLOCK_N)
-        y = (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) - mean) * rstd
-        if w_ptr is not None:
-            y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if b_ptr is not None:
-            y += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
-    if (squares < float("inf")) == 0:
-        tl.debug_barrier()  # another thread may have written the same place
-        normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr + row, stats_ptr + M + row, None, N, 1, eps)
-
-
-@jit
-def layer_norm_long_backward_means_kernel(
-    dy_ptr, x_ptr, w_ptr, stats_ptr, means_ptr, M, N, dy_stride, x_stride, BLOCK_N: tl.constexpr
-):
-    """mean(dy * weight) and mean(dy * weight * c) / var of each row."""
-    row = tl.program_id(0).to(tl.int64)
-    mean, var = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
-    scale, _ = scale_and_rstd(var)
-    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for start in range(0, N, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)
-        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if w_ptr is not None:
-            dy *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        total += dy
-        dot += dy * (x * scale - mean)  # dy is zero past the row's end
-    tl.store(means_ptr + row, tl.sum(total, axis=0) / N)
-    tl.store(means_ptr + M + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.abs(var)))
-
-
-@jit
-def layer_norm_columns_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    w_ptr,
-    stats_ptr,
-    means_ptr,
-    dx_ptr,
-    partial_ptr,
-    M,
-    N,
-    dy_stride,
-    x_stride,
-    HAS_DW: tl.constexpr,
-    HAS_DB: tl.constexpr,
-    HALVES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """Make the gradients in one block of columns of some rows, whose means are given.
-
-    Where the block is one of two HALVES, they come from both: the other is read from L2, where its own program has it.
-    """
+def layer_norm_halves_backward_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
+    HAS_DW: tl.constexpr, HAS_DB: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Make the gradients in one half of some rows. The other is read from L2, where its own program has it."""
     program, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if not HALVES:
-        block = block.to(tl.int64)
     cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    if HALVES:
-        others = (1 - block) * BLOCK_N + tl.arange(0, BLOCK_N)
+    others = (1 - block) * BLOCK_N + tl.arange(0, BLOCK_N)
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -291,24 +188,18 @@ def layer_norm_columns_backward_kernel(
             x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
             mean = tl.load(stats_ptr + row)
             var = tl.load(stats_ptr + M + row)
-            scale, rstd = scale_and_rstd(var)
-            c = x * scale - mean
+            rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
+            c = x - mean
             if HAS_DW:
                 dw += dy * (c * rstd)
             if dx_ptr is not None:
-                if HALVES:
-                    h = tl.load(dy_ptr + row * dy_stride + others, mask=others < N, other=0.0).to(tl.float32)
+                h = tl.load(dy_ptr + row * dy_stride + others, mask=others < N, other=0.0).to(tl.float32)
                 if w_ptr is not None:
                     dy *= w
-                if HALVES:
-                    if w_ptr is not None:
-                        h *= tl.load(w_ptr + others, mask=others < N, other=0.0).to(tl.float32)
-                    e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32)
-                    e = e * scale - mean
-                    total, dot = sum_pair(dy + h, dy * c + h * e, 0)  # dy and h are zero past the row's end
-                    dx = scale * rstd * (dy - total / N - c * tl.div_rn(dot / N, tl.abs(var)))
-                else:
-                    dx = scale * rstd * (dy - tl.load(means_ptr + row) - c * tl.load(means_ptr + M + row))
+                    h *= tl.load(w_ptr + others, mask=others < N, other=0.0).to(tl.float32)
+                e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32) - mean
+                total, dot = sum_pair(dy + h, dy * c + h * e, 0)  # dy and h are zero past the row's end
+                dx = rstd * (dy - total / N - c * tl.div_rn(dot / N, var))
                 tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -318,53 +209,45 @@ def layer_norm_columns_backward_kernel(
         tl.store(partial_ptr + HAS_DW * N, db, mask=cols < N)
 
 
-# Wide: the largest half that does not spill.
-WIDE_BLOCK = 8192
-WIDE_BACKWARD = {"HALVES": True, "BLOCK_N": WIDE_BLOCK, "num_warps": 16}
-LONG_FORWARD = {"BLOCK_N": 4096, "num_warps": 8}
-LONG_BACKWARD = {"HALVES": False, "BLOCK_N": 1024, "NUM_STAGES": 3, "num_warps": 4}
+HALF = 8192
+"""The largest half that does not spill."""
 
 
-def _wide_rows_ahead(dy: Tensor, weight: Tensor | None) -> int:
-    """Return how often both halves of x and dy, and the weight's other one, fit into shared memory, up to two.
+def _halves_plan(dy: Tensor, weight: Tensor | None) -> RowPlan | None:
+    """Return the plan of pairs of programs; None where rows do not fit.
 
-    H200, bf16, 4096x16384, times the floor of forward and backward: 1.38; one row ahead 1.88, twice the warps 1.56.
+    As often as both halves of x and dy, and the weight's other one, fit into shared memory they are read ahead, up to
+    twice. H200, bf16, 4096x16384, times the floor of forward and backward: 1.38; one row ahead 1.88, twice the warps
+    1.56.
     """
     columns = 4 * dy.element_size() + (weight.element_size() if weight is not None else 0)
-    return rows_ahead(WIDE_BLOCK * columns, dy.device)
+    ahead = rows_ahead(HALF * columns, dy.device)
+    if ahead == 0:
+        return None
+    tile = {"BLOCK_N": HALF, "num_warps": 16, "NUM_STAGES": 1 + ahead}
+    return RowPlan(tile, grid_cap(dy.shape[0], cdiv(num_programs(dy.device, 1), 2)))
 
 
-def _widths(dy: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[int, int]:
-    """The widest row that one program holds backward, and the widest that a pair of programs does."""
-    if rows_aligned(dy, x):
-        pair = 2 if _wide_rows_ahead(dy, weight) > 0 else 1
-        return MAX_BACKWARD_BLOCK, pair * MAX_BACKWARD_BLOCK
-    return MAX_UNALIGNED_BLOCK, MAX_UNALIGNED_BLOCK
-
-
-def _programs(M: int, N: int, held: int, wide: int, dy: Tensor) -> int:
-    """Programs of the backward pass: each costs two rows of float32 partials, and several hide each other's latency."""
-    device = dy.device
-    if held >= N:
-        tile = _backward_tile(N, dy)
-        return grid_cap(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
-    if wide >= N:
-        return grid_cap(M, cdiv(num_programs(device, 1), 2))  # pairs
-    return grid_cap(M, row_shares(cdiv(N, LONG_BACKWARD["BLOCK_N"]), device))
+def _backward_plan(dy: Tensor, x: Tensor | None, weight: Tensor | None) -> RowPlan | None:
+    """Return the plan for a program to hold a row, or a pair of programs; None where neither can."""
+    M, N = dy.shape
+    if BACKWARD.holds(N, dy.dtype, lambda: rows_aligned(dy, x)):
+        stage = 2 * BACKWARD.elements(N) * dy.element_size()
+        return RowPlan.of(BACKWARD, M, N, dy.device, NUM_STAGES=1 + rows_ahead(stage, dy.device))
+    return _halves_plan(dy, weight) if N <= 2 * HALF and rows_aligned(dy, x) else None
 
 
 def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    x, weight, bias = as_rows(input), contiguous(weight), contiguous(bias)
+    x = as_rows(input)
     M, N = x.shape
+    if not FORWARD.holds(N, x.dtype):
+        return _forward_plain(input, weight, bias, eps)
     y = empty(input.shape, input.dtype, input.device)
     stats = empty((2, *input.shape[:-1]), torch.float32, input.device)
-    if N <= MAX_FORWARD_BLOCK:
-        tile = _forward_tile(N)
-        wrap_triton(layer_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
-            x, weight, bias, y, stats, M, N, x.stride(0), eps, **tile
-        )
-    else:
-        wrap_triton(layer_norm_long_kernel)[(M,)](x, weight, bias, y, stats, M, N, x.stride(0), eps, **LONG_FORWARD)
+    tile = FORWARD.tile(N)
+    wrap_triton(layer_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
+        x, contiguous(weight), contiguous(bias), y, stats, M, N, x.stride(0), eps, **tile
+    )
     return y, stats
 
 
@@ -378,47 +261,34 @@ def _layer_norm_bwd(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    device = input.device
     dy, x = as_rows(grad), as_rows(input) if need_input or need_weight else None
-    w, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
-    M, N = dy.shape
+    w = weight.contiguous() if need_input and weight is not None else None
+    (M, N), device = dy.shape, input.device
+    plan = _backward_plan(dy, x, w)
+    if plan is None:
+        return _backward_plain(grad, input, weight, bias, stats, need_input, need_weight, need_bias)
+    tile, programs = plan
     dx = empty(input.shape, input.dtype, device) if need_input else None
     dw, db = affine_gradient(weight, need_weight, grad), affine_gradient(bias, need_bias, grad)
-    held, wide = _widths(dy, x, w)
-    programs = _programs(M, N, held, wide, dy)
     partials = None
     if need_weight or need_bias:
         partials = empty((programs, need_weight + need_bias, N), torch.float32, device)
-    rows = dy, x, w, stats
+    kernel, grid = layer_norm_backward_kernel, (programs,)
+    if "BLOCK_M" not in tile:
+        kernel, grid = layer_norm_halves_backward_kernel, (programs, 2)
     sizes = M, N, dy.stride(0), x.stride(0) if x is not None else 0
-    needed = {"HAS_DW": need_weight, "HAS_DB": need_bias}
-    if held >= N:
-        tile = _backward_tile(N, dy)
-        wrap_triton(layer_norm_backward_kernel)[(programs,)](*rows, dx, partials, *sizes, **needed, **tile)
-    else:
-        tile, blocks, means = WIDE_BACKWARD | {"NUM_STAGES": 1 + _wide_rows_ahead(dy, w)}, 2, None
-        if wide < N:
-            tile, blocks = LONG_BACKWARD, cdiv(N, LONG_BACKWARD["BLOCK_N"])
-            if dx is not None:
-                means = empty((2, M), torch.float32, device)
-                wrap_triton(layer_norm_long_backward_means_kernel)[(M,)](*rows, means, *sizes, **LONG_FORWARD)
-        wrap_triton(layer_norm_columns_backward_kernel)[(programs, blocks)](
-            *rows, means, dx, partials, *sizes, **needed, **tile
-        )
+    wrap_triton(kernel)[grid](
+        dy, x, w, stats.contiguous(), dx, partials, *sizes, HAS_DW=need_weight, HAS_DB=need_bias, **tile
+    )
     if partials is not None:
         sum_affine(partials, dw if need_weight else None, db if need_bias else None)
     return or_no_gradient(dx, grad), dw, db
 
 
-layer_norm_fwd = KernelOp(_layer_norm_fwd, launch_cached=True)
-layer_norm_bwd = KernelOp(_layer_norm_bwd, launch_cached=True)
-
-
-@layer_norm_fwd.register_kernel("cpu")
-def _(input, weight, bias, eps):
-    x = input.float()
-    c, mean, var = moments_cpu(x, eps)
-    y = c * torch.rsqrt(var.abs())
+def _forward_plain(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    c, mean = centered(input.float())
+    var = c.square().mean(-1, keepdim=True) + eps
+    y = c * torch.rsqrt(var)
     if weight is not None:
         y = y * weight.float()
     if bias is not None:
@@ -426,25 +296,38 @@ def _(input, weight, bias, eps):
     return y.to(input.dtype).contiguous(), torch.stack([mean.squeeze(-1), var.squeeze(-1)]).contiguous()
 
 
-@layer_norm_bwd.register_kernel("cpu")
-def _(grad, input, weight, bias, stats, need_input, need_weight, need_bias):
+def _backward_plain(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    stats: Tensor,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     dy = grad.float()
     mean, var = stats.unsqueeze(-1).unbind()
-    scale, var = scale_cpu(var)
     rstd = torch.rsqrt(var)
     dx, dw, db = (no_gradient(grad) for _ in range(3))
-    if need_bias:
+    if need_bias and bias is not None:
         db = dy.reshape(-1, dy.shape[-1]).sum(0).to(bias.dtype)
     if need_input or need_weight:
-        c = input.float() * scale - mean
-        if need_weight:
+        c = input.float() - mean
+        if need_weight and weight is not None:
             dw = (dy * (c * rstd)).reshape(-1, dy.shape[-1]).sum(0).to(weight.dtype)
         if need_input:
             g = dy if weight is None else dy * weight.float()
             g, _ = centered(g)  # of equal values nothing is left
-            dx = scale * ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt())
+            dx = (g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt()
             dx = dx.to(input.dtype).contiguous()
     return dx, dw, db
+
+
+layer_norm_fwd = KernelOp(_layer_norm_fwd, launch_cached=True)
+layer_norm_bwd = KernelOp(_layer_norm_bwd, launch_cached=True)
+layer_norm_fwd.register_kernel("cpu")(_forward_plain)
+layer_norm_bwd.register_kernel("cpu")(_backward_plain)
 
 
 @layer_norm_fwd.register_fake
@@ -498,6 +381,8 @@ def layer_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None 
     """Layer normalization over the last axis: `(input - mean) / sqrt(var + eps) * weight + bias`.
 
     Like `torch.nn.functional.layer_norm` over the last axis, with statistics and products in float32 and one rounding.
+    Kernels hold rows of up to 16,384 columns, backward of 4,096 where they are not aligned to 16 elements; wider ones
+    go through plain PyTorch.
 
     Args:
         input: `[..., N]`, float32, float16 or bfloat16, any strides.

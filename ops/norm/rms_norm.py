@@ -17,6 +17,7 @@ The kernels are those of `_rms_norm_kernels.py`, without a residual; ms is what 
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,8 +62,13 @@ rms_norm_fwd = KernelOp(_rms_norm_fwd, launch_cached=True, decomposed=norm.induc
 rms_norm_bwd = KernelOp(_rms_norm_bwd, launch_cached=True)
 
 
-rms_norm_fwd.register_kernel("cpu")(norm.forward_on_cpu)
-rms_norm_bwd.register_kernel("cpu")(lambda grad, *rest: norm.backward_on_cpu(grad, None, *rest))
+@rms_norm_fwd.register_kernel("cpu")
+def _(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    y, _, ms = norm.forward_plain(input, None, *rest)
+    return y, ms
+
+
+rms_norm_bwd.register_kernel("cpu")(lambda grad, *rest: norm.backward_plain(grad, None, *rest))
 
 
 @rms_norm_fwd.register_fake
@@ -109,6 +115,8 @@ def rms_norm(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, 
     """Root mean square normalization over the last axis: `input / rms(input) * (weight + offset)`.
 
     Like `torch.nn.functional.rms_norm` over the last axis, with statistics and products in float32 and one rounding.
+    Kernels hold rows of up to 32 KiB, of half as much where they are not aligned to 16 elements; wider ones go through
+    plain PyTorch.
 
     Args:
         input: `[..., N]`, float32, float16 or bfloat16, any strides.

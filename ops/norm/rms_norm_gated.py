@@ -21,8 +21,9 @@ Backward, given dy, with g = dy * a where the norm comes first and g = dy where 
 All in float32; h and a are computed again, so that x, gate and ms are what is kept. In a group of one value the two
 terms of dh cancel to eps: dh = rstd * g * w * eps / ms.
 
-A program has a group of several rows in registers where it fits; a wider one is walked in blocks, twice. Each program
-sums the weight's gradient in float32 over its own rows, and the programs' sums are added in a fixed order: no atomics.
+A program has a group of several rows in registers. Each program sums the weight's gradient in float32 over its own
+rows, and the programs' sums are added in a fixed order: no atomics. Wider groups go through plain PyTorch: past 8,192
+columns forward, and backward past 16 KiB, or half of that where Triton cannot read 16 bytes at a time.
 """
 
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from llmk.ops.common.activations import GATES, activate, activate_with_grad, activation_with_grad
 from llmk.ops.common.activations import activation as activated
-from llmk.ops.common.math import everywhere
+from llmk.ops.common.row_plan import RowKind, RowPlan
 from llmk.ops.common.rows import contiguous, row_starts, rows_ahead, strided_rows, strided_rows_aligned
 from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.common.sums import sum_partials
@@ -50,12 +51,9 @@ from llmk.registry import (
     check_parameter,
     check_rows,
     empty,
-    grid_cap,
     jit,
     max_warps,
-    next_power_of_2,
     no_gradient,
-    num_programs,
     public_op,
     split_rows,
     wrap_triton,
@@ -111,7 +109,7 @@ def rms_norm_gated_kernel(
     x_ptr, z_ptr, w_ptr, y_ptr, ms_ptr, M, N,
     x_stride, x_inner, x_inner_stride, z_stride, z_inner, z_inner_stride, eps,
     ACTIVATION: tl.constexpr, NORM_FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HELD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)
     group, groups = tl.program_id(1).to(tl.int64), tl.num_programs(1)
@@ -126,30 +124,12 @@ def rms_norm_gated_kernel(
     z_starts = row_starts(rows, z_stride, z_inner, z_inner_stride)[:, None]
     y_starts = (rows * groups * N)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
-    if HELD:
-        mask = there & (cols < N)
-        x, z = _load(x_ptr, x_starts, cols, mask), _load(z_ptr, z_starts, cols, mask)
-        h, factor = _normalized(x, z, ACTIVATION, NORM_FIRST)
-        ms = tl.sum(h * h, axis=1) / N + eps
-        y = h * tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None] * _weight(w_ptr, cols, N) * factor
-        tl.store(y_ptr + y_starts + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
-    else:
-        squares = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for start in range(0, N, BLOCK_N):
-            block = start + cols
-            mask = there & (block < N)
-            x, z = _load(x_ptr, x_starts, block, mask), _load(z_ptr, z_starts, block, mask)
-            h, _ = _normalized(x, z, ACTIVATION, NORM_FIRST)
-            squares += h * h
-        ms = tl.sum(squares, axis=1) / N + eps
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None]
-        for start in range(0, N, BLOCK_N):  # the second pass finds the row in L2
-            block = start + cols
-            mask = there & (block < N)
-            x, z = _load(x_ptr, x_starts, block, mask), _load(z_ptr, z_starts, block, mask)
-            h, factor = _normalized(x, z, ACTIVATION, NORM_FIRST)
-            y = h * rstd * _weight(w_ptr, block, N) * factor
-            tl.store(y_ptr + y_starts + block, y.to(y_ptr.dtype.element_ty), mask=mask)
+    mask = there & (cols < N)
+    x, z = _load(x_ptr, x_starts, cols, mask), _load(z_ptr, z_starts, cols, mask)
+    h, factor = _normalized(x, z, ACTIVATION, NORM_FIRST)
+    ms = tl.sum(h * h, axis=1) / N + eps
+    y = h * tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None] * _weight(w_ptr, cols, N) * factor
+    tl.store(y_ptr + y_starts + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(ms_ptr + rows * groups + group, ms, mask=rows < M)
 
 
@@ -181,7 +161,7 @@ def rms_norm_gated_backward_kernel(
     dy_ptr, x_ptr, z_ptr, w_ptr, ms_ptr, dx_ptr, dz_ptr, dw_ptr, M, N,
     dy_stride, dy_inner, dy_inner_stride, x_stride, x_inner, x_inner_stride, z_stride, z_inner, z_inner_stride, eps,
     ACTIVATION: tl.constexpr, NORM_FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HELD: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)
     ONE: tl.constexpr = BLOCK_N == 1
@@ -209,89 +189,38 @@ def rms_norm_gated_backward_kernel(
         ms = tl.load(ms_ptr + rows * groups + group, mask=rows < M, other=1.0)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None]
         unit = tl.div_rn(eps, ms)[:, None]
-        if HELD:
-            mask = there & (cols < N)
-            x, z = _load(x_ptr, x_starts, cols, mask), _load(z_ptr, z_starts, cols, mask)
-            dy = _load(dy_ptr, dy_starts, cols, mask)
-            # In one dimension: what is read or written as a row of two has a layout of its own, in which Triton then
-            # computes much of a tile a second time. Again in each turn, as it would take registers between them.
-            w = _weight(w_ptr, column, N)[None, :]
-            a, slope, h, g = _through_gate(x, z, dy, ACTIVATION, NORM_FIRST)
-            mean = tl.div_rn(tl.sum(g * w * h, axis=1) / N, ms)[:, None]
-            dx, dz, part = _gradients(x, dy, w, a, slope, h, g, rstd, mean, unit, NORM_FIRST, ONE)
-            dw += part
-            tl.store(dx_ptr + out_starts + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-            tl.store(dz_ptr + out_starts + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
-        else:
-            sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            for start in range(0, N, BLOCK_N):
-                block = start + cols
-                mask = there & (block < N)
-                x, z = _load(x_ptr, x_starts, block, mask), _load(z_ptr, z_starts, block, mask)
-                dy = _load(dy_ptr, dy_starts, block, mask)
-                _, _, h, g = _through_gate(x, z, dy, ACTIVATION, NORM_FIRST)
-                sums += g * _weight(w_ptr, block, N) * h
-            mean = tl.div_rn(tl.sum(sums, axis=1) / N, ms)[:, None]
-            for start in range(0, N, BLOCK_N):
-                block = start + cols
-                mask = there & (block < N)
-                x, z = _load(x_ptr, x_starts, block, mask), _load(z_ptr, z_starts, block, mask)
-                dy = _load(dy_ptr, dy_starts, block, mask)
-                a, slope, h, g = _through_gate(x, z, dy, ACTIVATION, NORM_FIRST)
-                here = _weight(w_ptr, block, N)
-                dx, dz, part = _gradients(x, dy, here, a, slope, h, g, rstd, mean, unit, NORM_FIRST, ONE)
-                tl.store(dx_ptr + out_starts + block, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-                tl.store(dz_ptr + out_starts + block, dz.to(dz_ptr.dtype.element_ty), mask=mask)
-                if dw_ptr is not None:  # the program's own row of partial sums, which no other one touches
-                    later = mask & everywhere(first > program * BLOCK_M, block)
-                    before = tl.load(dw_ptr + block, mask=later, other=0.0)
-                    tl.store(dw_ptr + block, before + part, mask=mask)
-    if HELD and dw_ptr is not None:
+        mask = there & (cols < N)
+        x, z = _load(x_ptr, x_starts, cols, mask), _load(z_ptr, z_starts, cols, mask)
+        dy = _load(dy_ptr, dy_starts, cols, mask)
+        # In one dimension: what is read or written as a row of two has a layout of its own, in which Triton then
+        # computes much of a tile a second time. Again in each turn, as it would take registers between them.
+        w = _weight(w_ptr, column, N)[None, :]
+        a, slope, h, g = _through_gate(x, z, dy, ACTIVATION, NORM_FIRST)
+        mean = tl.div_rn(tl.sum(g * w * h, axis=1) / N, ms)[:, None]
+        dx, dz, part = _gradients(x, dy, w, a, slope, h, g, rstd, mean, unit, NORM_FIRST, ONE)
+        dw += part
+        tl.store(dx_ptr + out_starts + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dz_ptr + out_starts + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+    if dw_ptr is not None:
         tl.store(dw_ptr + column, tl.sum(dw, axis=0), mask=column < N)
 
 
-WIDEST_FORWARD, WIDEST_BACKWARD = 8192, 16384
-"""The widest group that a program holds in registers, in columns forward and in bytes backward, where it has dy and the
-weight's gradient there too.
+FORWARD = RowKind({2048: (1, 4), 4096: (1, 8), 8192: (1, 16)})
+"""The program holds x and the gate."""
 
-Where Triton cannot read 16 bytes at a time, addresses take registers too, and backward it is half of this.
-"""
-BLOCK = 2048
-"""Columns at a time of a wider one."""
+BACKWARD = RowKind({2048: (1, 8), 4096: (1, 16), 8192: (1, 16)}, row_bytes=16384, resident=4096)
+"""It has dy and the weight's gradient there too."""
 
 
-def _tile(N: int, held: bool, elements: int, per_warp: int) -> dict[str, int]:
-    """Rows and columns of a program, about so many elements, and so many of them to a warp."""
-    block_n = next_power_of_2(N) if held else BLOCK
-    block_m = max(1, elements // block_n) if held else 1
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "HELD": held,
-        "num_warps": min(16, max(4, block_m * block_n // per_warp)),
-    }
-
-
-def _forward_tile(N: int) -> dict[str, int]:
-    return _tile(N, N <= WIDEST_FORWARD, 2048, 512)
-
-
-def _backward_tile(x: Tensor, weight: Tensor | None, N: int, is_aligned: bool) -> dict[str, int]:
+def _backward_plan(x: Tensor, weight: Tensor | None, N: int) -> RowPlan:
     # H100, bf16, of the copy bandwidth: 0.91 at 8192x8192, 0.92 at 16384x4096 and 524288x128, 0.89 at 8192x5120; one
     # stage instead of three 0.77, 0.74, 0.81 and 0.63. AMD's prefetch was not tried.
-    size = x.element_size()
-    held = N * size <= (WIDEST_BACKWARD if is_aligned else WIDEST_BACKWARD // 2)
-    tile = _tile(N, held, 2048, 256)
-    if not held or max_warps() != 32:
-        return tile | {"NUM_STAGES": 1}
-    of_weight = 0 if weight is None else weight.element_size()
-    stage = tile["BLOCK_N"] * (3 * tile["BLOCK_M"] * size + of_weight)
-    return tile | {"NUM_STAGES": 1 + rows_ahead(stage, x.device)}
-
-
-def _backward_programs(tile: dict[str, int], device: torch.device) -> int:
-    """Those that the registers of all multiprocessors hold: sixteen warps of 128 for each thread."""
-    return num_programs(device, 16 // tile["num_warps"])
+    stages = 1
+    if max_warps() == 32:
+        tile = BACKWARD.tile(N)
+        of_weight = 0 if weight is None else weight.element_size()
+        stages += rows_ahead(tile["BLOCK_N"] * (3 * tile["BLOCK_M"] * x.element_size() + of_weight), x.device)
+    return RowPlan.of(BACKWARD, x.numel() // N, N, x.device, NUM_STAGES=stages)
 
 
 def _rms_norm_gated_fwd(
@@ -305,13 +234,15 @@ def _rms_norm_gated_fwd(
 ) -> tuple[Tensor, Tensor]:
     x, x_strides = strided_rows(input)
     z, z_strides = strided_rows(gate)
-    weight, width, N = contiguous(weight), x.shape[-1], group_size
+    width, N = x.shape[-1], group_size
+    if not FORWARD.holds(N, x.dtype):
+        return _forward_plain(input, gate, weight, eps, activation, norm_before_gate, group_size)
     M, groups = x.numel() // width, width // N
     y = empty(input.shape, input.dtype, input.device)
     ms = empty((*input.shape[:-1], groups), torch.float32, input.device)
-    tile = _forward_tile(N)
+    tile = FORWARD.tile(N)
     wrap_triton(rms_norm_gated_kernel)[(cdiv(M, tile["BLOCK_M"]), groups)](
-        x, z, weight, y, ms, M, N, *x_strides, *z_strides, eps,
+        x, z, contiguous(weight), y, ms, M, N, *x_strides, *z_strides, eps,
         ACTIVATION=activation, NORM_FIRST=norm_before_gate, **tile,
     )  # fmt: skip
     return y, ms
@@ -332,29 +263,35 @@ def _rms_norm_gated_bwd(
     dy, dy_strides = strided_rows(grad)
     x, x_strides = strided_rows(input)
     z, z_strides = strided_rows(gate)
-    weight, width, N = contiguous(weight), x.shape[-1], group_size
+    w, width, N = contiguous(weight), x.shape[-1], group_size
+    rows = (dy, dy_strides), (x, x_strides), (z, z_strides)
+    if not BACKWARD.holds(N, x.dtype, lambda: strided_rows_aligned(N, *rows)):
+        options = eps, activation, norm_before_gate, group_size, need_weight
+        return _backward_plain(grad, input, gate, weight, ms, *options)
     M, groups = x.numel() // width, width // N
     dx = empty(input.shape, input.dtype, input.device)
     dz = empty(gate.shape, gate.dtype, gate.device)
-    aligned = strided_rows_aligned(N, (dy, dy_strides), (x, x_strides), (z, z_strides))
-    tile = _backward_tile(x, weight, N, aligned)
-    programs = cdiv(grid_cap(cdiv(M, tile["BLOCK_M"]) * groups, _backward_programs(tile, x.device)), groups)
+    plan = _backward_plan(x, w, N)
+    programs = cdiv(plan.programs, groups)
     partials = empty((programs, width), torch.float32, x.device) if need_weight else None
     wrap_triton(rms_norm_gated_backward_kernel)[(programs, groups)](
-        dy, x, z, weight, ms.contiguous(), dx, dz, partials, M, N, *dy_strides, *x_strides, *z_strides, eps,
-        ACTIVATION=activation, NORM_FIRST=norm_before_gate, **tile,
+        dy, x, z, w, ms.contiguous(), dx, dz, partials, M, N, *dy_strides, *x_strides, *z_strides, eps,
+        ACTIVATION=activation, NORM_FIRST=norm_before_gate, **plan.tile,
     )  # fmt: skip
     if weight is None or partials is None:
         return dx, dz, no_gradient(grad)
     return dx, dz, sum_partials(partials, weight.dtype)
 
 
-rms_norm_gated_fwd = KernelOp(_rms_norm_gated_fwd, launch_cached=True)
-rms_norm_gated_bwd = KernelOp(_rms_norm_gated_bwd, launch_cached=True)
-
-
-@rms_norm_gated_fwd.register_kernel("cpu")
-def _(input, gate, weight, eps, activation, norm_before_gate, group_size):
+def _forward_plain(
+    input: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    activation: str,
+    norm_before_gate: bool,
+    group_size: int,
+) -> tuple[Tensor, Tensor]:
     x, a = input.float(), activated(gate.float(), activation)
     h = (x if norm_before_gate else x * a).unflatten(-1, (-1, group_size))
     ms = h.square().mean(-1, keepdim=True) + eps
@@ -364,8 +301,18 @@ def _(input, gate, weight, eps, activation, norm_before_gate, group_size):
     return y, ms.squeeze(-1).contiguous()
 
 
-@rms_norm_gated_bwd.register_kernel("cpu")
-def _(grad, input, gate, weight, ms, eps, activation, norm_before_gate, group_size, need_weight):
+def _backward_plain(
+    grad: Tensor,
+    input: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    ms: Tensor,
+    eps: float,
+    activation: str,
+    norm_before_gate: bool,
+    group_size: int,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     dy, x, ms = grad.float(), input.float(), ms.unsqueeze(-1)
     a, slope = activation_with_grad(gate.float(), activation)
     h, g = (x, dy * a) if norm_before_gate else (x * a, dy)
@@ -384,6 +331,12 @@ def _(grad, input, gate, weight, ms, eps, activation, norm_before_gate, group_si
     else:
         dw = ((g * n).flatten(0, -2).sum(0) if n.dim() > 1 else g * n).to(weight.dtype)
     return dx.to(input.dtype).contiguous(), dz.to(gate.dtype).contiguous(), dw
+
+
+rms_norm_gated_fwd = KernelOp(_rms_norm_gated_fwd, launch_cached=True)
+rms_norm_gated_bwd = KernelOp(_rms_norm_gated_bwd, launch_cached=True)
+rms_norm_gated_fwd.register_kernel("cpu")(_forward_plain)
+rms_norm_gated_bwd.register_kernel("cpu")(_backward_plain)
 
 
 @rms_norm_gated_fwd.register_fake
@@ -443,7 +396,8 @@ def rms_norm_gated(
     """Root mean square normalization with a gate: `rms_norm(input) * weight * activation(gate)`.
 
     With `norm_before_gate=False` it is `rms_norm(input * activation(gate)) * weight`. Statistics, the gate's
-    activation and all products are float32, with one rounding.
+    activation and all products are float32, with one rounding. Kernels hold groups of up to 16 KiB, of half as much
+    where they are not aligned to 16 elements; wider ones go through plain PyTorch.
 
     Args:
         input: `[..., N]`, float32, float16 or bfloat16, any strides.

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import exp, tanh, tanh_reference
-from llmk.ops.common.rows import as_rows, contiguous, row_shares
+from llmk.ops.common.rows import as_rows, contiguous
 from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_affine, sum_to_scalar
 from llmk.registry import (
@@ -41,6 +41,7 @@ from llmk.registry import (
     jit,
     like_first,
     no_gradient,
+    num_programs,
     or_no_gradient,
     public_op,
     split_rows,
@@ -102,6 +103,14 @@ def dyt_backward_kernel(
 BLOCK = {"BLOCK_N": 1024, "num_warps": 4}
 
 
+def _shares(rows: int, blocks: int, device: torch.device) -> int:
+    """Into how many the rows are divided, for 16 programs on each multiprocessor; each share costs a row of partials.
+
+    There is one for each multiprocessor, but of very wide rows no more than fill it.
+    """
+    return grid_cap(rows, cdiv(num_programs(device, 16), max(16, blocks)))
+
+
 def _dyt_fwd(input: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x = as_rows(input)
     M, N = x.shape
@@ -125,7 +134,7 @@ def _dyt_bwd(
     dy, x = as_rows(grad), as_rows(input)
     (M, N), device = x.shape, input.device
     blocks = cdiv(N, BLOCK["BLOCK_N"])
-    shares = grid_cap(M, row_shares(blocks, device))
+    shares = _shares(M, blocks, device)
     dx = empty(input.shape, input.dtype, device)
     sums = empty((shares, need_weight + need_bias, N), torch.float32, device) if need_weight or need_bias else None
     alphas = empty((shares, blocks), torch.float32, device) if need_alpha else None

@@ -108,7 +108,18 @@ and in integers what the rounding left; dS' and dR as operands of products, in t
 64 * 64; and dQ and dK in float32. The rows of S . dS' are summed where dS' is still float32, with the whole of S: dg
 has no product in it that would be rounded as well. With a decay for each channel there are d Q, d K, e K and a part of
 dg besides, each of as many numbers as the keys.
+
+**The floor.** Of each value head and chunk of C = 64 tokens the products of the forward pass have, where a
+multiplication and an addition count two, 2 C (K (2 C + 3 V) + 2 C V) operations: Q K^T and K K^T, K S, Q S and K^T U,
+T R and P U. The backward pass has those but Q S and P U again, and 2 C (K (3 C + 6 V) + 4 C V) of its own: dU, dR and
+dS, dP and dA, and those that make dQ and dK. It has to read and write the inputs, T, and the gradients of inputs and
+output. For 4 x 4096 tokens with 16 key and 32 value heads of 128, in bfloat16, these are 0.09 and 0.22 trillion
+operations and 0.41 and 0.74 GB. An H200 makes 800 trillion operations a second in such products, and copies 4.3 TB: no
+forward pass takes it less than 0.11 ms, and no backward pass less than 0.28 ms. What goes through memory between
+kernels, chiefly the states of all chunks and U, is 1.4 GB forward and 5.0 GB backward, 0.33 and 1.2 ms at that rate.
 """
 
-LARGEST_HEAD = 256
-"""The most values that a key, a query or a value has."""
+LARGEST_KEY = 256
+"""The most channels of a key or a query: a program has those of its block of the state in registers."""
+LARGEST_VALUE = 512
+"""The most channels of a value: programs have blocks of them, of which more need no more room; tests go as far."""

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmk.ops.recurrence import LARGEST_HEAD
+from llmk.ops.recurrence import LARGEST_KEY, LARGEST_VALUE
 from llmk.ops.recurrence._chunks import chunk_size
 from llmk.registry import Cost, cdiv, check_dtype, check_finite, check_parameter, check_same, check_shape, empty
 from llmk.registry.devices import runs_kernels
@@ -47,14 +47,14 @@ def _check_inputs(
     """`axes` are the names of those before the heads."""
     check_dtype("q", q)
     dims = 3 + axes.count(",")
-    if q.dim() != dims or not 1 <= q.shape[-1] <= LARGEST_HEAD or q.shape[-2] == 0:
-        expected = f"[{axes}, HK, K] with HK at least 1 and K from 1 to {LARGEST_HEAD}"
+    if q.dim() != dims or not 1 <= q.shape[-1] <= LARGEST_KEY or q.shape[-2] == 0:
+        expected = f"[{axes}, HK, K] with HK at least 1 and K from 1 to {LARGEST_KEY}"
         raise ValueError(f"q: expected shape {expected}, got {tuple(q.shape)}")
     check_shape("k", k, q.shape, "the shape of q")
     check_same("k", k, "q", q, dtype=True)
     (*tokens, HK, K), V = q.shape, v.shape[-1] if v.dim() else 0
-    if v.dim() != dims or list(v.shape[:-2]) != tokens or not 1 <= V <= LARGEST_HEAD:
-        expected = f"[{', '.join(map(str, tokens))}, H, V] with V from 1 to {LARGEST_HEAD} to fit q"
+    if v.dim() != dims or list(v.shape[:-2]) != tokens or not 1 <= V <= LARGEST_VALUE:
+        expected = f"[{', '.join(map(str, tokens))}, H, V] with V from 1 to {LARGEST_VALUE} to fit q"
         raise ValueError(f"v: expected shape {expected}, got {tuple(v.shape)}")
     H = v.shape[-2]
     if H == 0 or H % HK:
@@ -129,6 +129,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[tuple[Te
     yield *of(2, 7, 2, 4, 8, 8), packed, "packed sequences, an initial state, a scale"
     yield *of(2, 1, 1, 2, 8, 16), {"initial_state": state(2, 2, 8, 16)}, "one token"
     yield *of(2, 0, 1, 2, 8, 8), {"initial_state": state(2, 2, 8, 8)}, "no tokens"
+    yield *of(1, 5, 1, 1, 8, 512), {}, "as many values as there may be"
     yield *of(1, 20, 1, 1, 8, 8, decay=69.0), {}, "decays down to 1e-30"
     (q, k, v, g), beta = of(2, 5, 2, 2, 8, 8)
     strided = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, g))

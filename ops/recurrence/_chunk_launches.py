@@ -26,7 +26,7 @@ from llmk.ops.recurrence._chunk_kernels import (
     l2_norm_kernel,
     sum_heads_kernel,
 )
-from llmk.ops.recurrence._chunks import L2_EPS, chunk_size, sequence_indices
+from llmk.ops.recurrence._chunks import L2_EPS, Call, chunk_size, sequence_indices
 from llmk.registry import cdiv, empty, next_power_of_2, shared_memory, wrap_triton
 
 
@@ -100,22 +100,14 @@ def cut(x: Tensor, *sizes: int) -> Tensor:
     return x.contiguous()
 
 
-def inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    sequence_ids: Tensor | None,
-    scale: float,
-    l2_norm_qk: bool,
-) -> Inputs:
-    q, k, v, g = padded(q), padded(k), padded(v), padded(g) if g.dim() == 4 else g.contiguous()
-    initial = None if initial_state is None else padded(initial_state, 2)
-    index = None if sequence_ids is None else sequence_indices(sequence_ids)
-    q, k = (_l2_normalized(q), _l2_normalized(k)) if l2_norm_qk else (q, k)
-    return Inputs(q, k, v, g, contiguous(beta), initial, index, scale)
+def inputs(call: Call) -> Inputs:
+    """A call's."""
+    q, k, v = padded(call.q), padded(call.k), padded(call.v)
+    g = padded(call.g) if call.g.dim() == 4 else call.g.contiguous()
+    initial = None if call.initial_state is None else padded(call.initial_state, 2)
+    index = None if call.sequence_ids is None else sequence_indices(call.sequence_ids)
+    q, k = (_l2_normalized(q), _l2_normalized(k)) if call.l2_norm_qk else (q, k)
+    return Inputs(q, k, v, g, contiguous(call.beta), initial, index, call.factor)
 
 
 def _rows_tile(K: int) -> dict[str, int]:
@@ -130,7 +122,7 @@ def _l2_normalized(x: Tensor) -> Tensor:
     return y
 
 
-def sum_heads(grad: Tensor, x: Tensor, l2_norm_qk: bool) -> Tensor:
+def _sum_heads(grad: Tensor, x: Tensor, l2_norm_qk: bool) -> Tensor:
     """The gradient of the queries or keys x from those `[B, T, H, K]` of their value heads, padded."""
     width, x = x.shape[-1], padded(x)
     K, tile = x.shape[-1], _rows_tile(x.shape[-1])
@@ -272,8 +264,17 @@ def _states(x: Inputs, m: Matrices, rests: Tensor | None, final: Tensor | None) 
     return states, u
 
 
-def launch_forward(x: Inputs, *, keep: bool) -> tuple[Tensor, Tensor, Kept]:
-    """The outputs and the last state, padded, and what is to be kept for the backward pass."""
+@dataclass(frozen=True)
+class Forward:
+    """The results of the forward pass, and the matrices of chunks that are kept."""
+
+    out: Tensor
+    final: Tensor
+    kept: Kept
+
+
+def launch_forward(call: Call, *, keep: bool) -> Forward:
+    x = inputs(call)
     T, N, H, _, K, V = x.sizes
     out = x.buffer(x.v.shape)
     final = x.buffer((x.v.shape[0], H, K, V), torch.float32)
@@ -284,9 +285,9 @@ def launch_forward(x: Inputs, *, keep: bool) -> tuple[Tensor, Tensor, Kept]:
     wrap_triton(chunk_outputs_kernel)[(x.rows * N * cdiv(V, tile["BLOCK_V"]),)](
         m.queries, u, m.start, m.scores, states, out, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile
     )
-    if not keep:
-        return out, final, Kept(None, None, None)
-    return out, final, Kept(m.inverse, m.scores if x.per_channel else None, m.kk)
+    kept = Kept(m.inverse, m.scores if x.per_channel else None, m.kk) if keep else Kept(None, None, None)
+    width, values = call.q.shape[3], call.v.shape[3]
+    return Forward(cut(out, values), cut(final, width, values), kept)
 
 
 @dataclass(frozen=True)
@@ -302,9 +303,10 @@ class Backward:
 
 
 def launch_backward(
-    x: Inputs, grad_out: Tensor, grad_final: Tensor, kept: Kept, need_initial_state: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of q and k (each value head's, as kernels read them), v, g, beta and the first state, padded."""
+    call: Call, grad_out: Tensor, grad_final: Tensor, kept: Kept, need_initial_state: bool
+) -> dict[str, Tensor | None]:
+    """The gradients of the operands by name."""
+    x = inputs(call)
     T, N, H, _, K, V = x.sizes
     do, dfinal = padded(grad_out), padded(grad_final, 2)
     m = _matrices(x, kept, keep=False)
@@ -323,7 +325,15 @@ def launch_backward(
     )  # fmt: skip
     made = Backward(do, states, dstates, dwhole, u, dr)
     dq, dk, dg, dbeta = (_channel_gradients if x.per_channel else _gradients)(x, m, made)
-    return dq, dk, dv, dg, dbeta, dinitial
+    width, values = call.q.shape[3], call.v.shape[3]
+    return {
+        "q": _sum_heads(dq, call.q, call.l2_norm_qk),
+        "k": _sum_heads(dk, call.k, call.l2_norm_qk),
+        "v": cut(dv, values),
+        "g": cut(dg, width) if x.per_channel else dg,
+        "beta": dbeta,
+        "initial_state": None if dinitial is None else cut(dinitial, width, values),
+    }
 
 
 def _correction_gradients(x: Inputs, m: Matrices, blocks: int) -> tuple[Tensor | None, Tensor | None]:

@@ -3,7 +3,7 @@
 The package's docstring has the formulas; names are theirs. Tensors are `[B, H, N, C, ...]`, N chunks of C tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,37 @@ def sequence_indices(sequence_ids: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Call:
+    """The operands and options of both operators: without a correction `beta` is None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None = None
+    initial_state: Tensor | None = None
+    sequence_ids: Tensor | None = None
+    scale: float | None = None
+    l2_norm_qk: bool = False
+
+    @property
+    def factor(self) -> float:
+        """The scale."""
+        return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def to(self, dtype: torch.dtype) -> "Call":
+        """The call in another dtype, queries and keys normalized where they are to be."""
+        q, k, v, g = (x.to(dtype) for x in (self.q, self.k, self.v, self.g))
+        beta, state = (x if x is None else x.to(dtype) for x in (self.beta, self.initial_state))
+        wide = replace(self, q=q, k=k, v=v, g=g, beta=beta, initial_state=state)
+        return replace(wide, q=l2_normalized(wide.q), k=l2_normalized(wide.k)) if self.l2_norm_qk else wide
+
+
+def l2_normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+@dataclass(frozen=True)
 class Chunks:
     """The inputs in chunks, padded with tokens that change nothing; queries and keys repeated for their value heads."""
 
@@ -46,16 +77,9 @@ class Chunks:
         return x.flatten(2, 3)[:, :, : self.tokens].transpose(1, 2)
 
 
-def in_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    sequence_ids: Tensor | None,
-) -> Chunks:
-    """Cut the inputs, all of one dtype by now, into chunks."""
+def in_chunks(call: Call) -> Chunks:
+    """Cut a call, whose operands are of one dtype by now, into chunks."""
+    q, g, v, ids, initial = call.q, call.g, call.v, call.sequence_ids, call.initial_state
     (B, T, H, V), K = v.shape, q.shape[-1]
     C = max(1, min(CHUNK, T))
     C = next_power_of_2(C) if g.dim() == 4 else C  # a decay for each channel is made of halves
@@ -66,14 +90,13 @@ def in_chunks(
         return x.unflatten(1, (N, C)).movedim(3, 1)
 
     index = None
-    if sequence_ids is not None and T > 0:
-        index = sequence_indices(sequence_ids)
+    if ids is not None and T > 0:
+        index = sequence_indices(ids)
         index = torch.cat([index, index[:, -1:].expand(B, N * C - T)], 1).view(B, 1, N, C)
-    group = H // q.shape[2]
-    q, k = (cut(x).repeat_interleave(group, 1) for x in (q, k))
-    initial = v.new_zeros((B, H, K, V)) if initial_state is None else initial_state
-    g, beta = cut(g), None if beta is None else cut(beta)
-    return Chunks(q, k, cut(v), beta, decays(g, index), initial, T)
+    q, k = (cut(x).repeat_interleave(H // q.shape[2], 1) for x in (q, call.k))
+    initial = v.new_zeros((B, H, K, V)) if initial is None else initial
+    beta = None if call.beta is None else cut(call.beta)
+    return Chunks(q, k, cut(v), beta, decays(cut(g), index), initial, T)
 
 
 @dataclass(frozen=True)
@@ -156,10 +179,6 @@ def scan_backward(
     return dq, dk, dv, dg, dbeta, ds
 
 
-def l2_normalized(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
-
-
 def _l2_backward(grad: Tensor, x: Tensor) -> Tensor:
     rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
     n = x * rstd
@@ -184,89 +203,49 @@ class _RoundedProduct(torch.autograd.Function):
         return grad @ b.mT, a.mT @ grad, None
 
 
-def chunked_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    l2_norm_qk: bool,
-    sequence_ids: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def chunked_reference(call: Call) -> tuple[Tensor, Tensor]:
     """The chunked composition: each product's operands are rounded to the dtype of q, the rest float32 or float64."""
-    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    q, k, v, g = (x.to(wide) for x in (q, k, v, g))
-    q, k = (l2_normalized(q), l2_normalized(k)) if l2_norm_qk else (q, k)
-    beta, initial_state = (x if x is None else x.to(wide) for x in (beta, initial_state))
-    c = in_chunks(q, k, v, g, beta, initial_state, sequence_ids)
-    run = scan(c, q.shape[-1] ** -0.5 if scale is None else scale, lambda a, b: _RoundedProduct.apply(a, b, dtype))
-    final = run.final if run.final is not initial_state else run.final.clone()
+    dtype, wide = call.q.dtype, call.to(torch.promote_types(call.q.dtype, torch.float32))
+    c = in_chunks(wide)
+    run = scan(c, call.factor, lambda a, b: _RoundedProduct.apply(a, b, dtype))
+    final = run.final if run.final is not wide.initial_state else run.final.clone()
     return c.joined(run.out).to(dtype).contiguous(), final
 
 
-def forward_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    sequence_ids: Tensor | None,
-    scale: float,
-    l2_norm_qk: bool,
-) -> tuple[Tensor, Tensor]:
+def forward_cpu(call: Call) -> tuple[Tensor, Tensor]:
     """The forward pass on a CPU, float32 with one rounding."""
-    c = _float_chunks(q, k, v, g, beta, initial_state, sequence_ids, l2_norm_qk)
-    run = scan(c, scale)
-    return _fresh(c.joined(run.out), v.dtype), _fresh(run.final, torch.float32)
+    c = _float_chunks(call)
+    run = scan(c, call.factor)
+    return _fresh(c.joined(run.out), call.v.dtype), _fresh(run.final, torch.float32)
 
 
-def backward_cpu(
-    grad_out: Tensor,
-    grad_final: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    sequence_ids: Tensor | None,
-    scale: float,
-    l2_norm_qk: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The gradients of q, k, v, g, beta and the initial state, float32 with one rounding."""
-    c = _float_chunks(q, k, v, g, beta, initial_state, sequence_ids, l2_norm_qk)
-    like_v = in_chunks(q, k, grad_out.float(), g, None, initial_state, None).v
-    dq, dk, dv, dg, dbeta, dinitial = scan_backward(c, scale, like_v, grad_final.float())
+def backward_cpu(call: Call, grad_out: Tensor, grad_final: Tensor) -> dict[str, Tensor | None]:
+    """The gradients of the operands by name, float32 with one rounding."""
+    c = _float_chunks(call)
+    like_v = in_chunks(replace(call, v=grad_out.float(), beta=None, initial_state=None, sequence_ids=None)).v
+    dq, dk, dv, dg, dbeta, dinitial = scan_backward(c, call.factor, like_v, grad_final.float())
 
     def of_key_heads(grad: Tensor, x: Tensor) -> Tensor:
         grad = c.joined(grad).unflatten(2, (x.shape[2], -1)).sum(3)
-        return _fresh(_l2_backward(grad, x.float()) if l2_norm_qk else grad, x.dtype)
+        return _fresh(_l2_backward(grad, x.float()) if call.l2_norm_qk else grad, x.dtype)
 
-    dbeta = None if beta is None or dbeta is None else _fresh(c.joined(dbeta), beta.dtype)
-    dv, dg = _fresh(c.joined(dv), v.dtype), _fresh(c.joined(dg).reshape(g.shape), g.dtype)
-    return of_key_heads(dq, q), of_key_heads(dk, k), dv, dg, dbeta, _fresh(dinitial, torch.float32)
+    return {
+        "q": of_key_heads(dq, call.q),
+        "k": of_key_heads(dk, call.k),
+        "v": _fresh(c.joined(dv), call.v.dtype),
+        "g": _fresh(c.joined(dg).reshape(call.g.shape), call.g.dtype),
+        "beta": None if call.beta is None or dbeta is None else _fresh(c.joined(dbeta), call.beta.dtype),
+        "initial_state": _fresh(dinitial, torch.float32),
+    }
+
+
+def _float_chunks(call: Call) -> Chunks:
+    g = call.g
+    if g.numel() and not bool((g <= 0).all() | g.isnan().any()):
+        raise ValueError(f"g: expected log decays of at most 0, got {float(g.max())}")
+    return in_chunks(call.to(torch.float32))
 
 
 def _fresh(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a contiguous copy: an op's result is nobody's memory, and has the strides that its fake says."""
     return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _float_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    sequence_ids: Tensor | None,
-    l2_norm_qk: bool,
-) -> Chunks:
-    if g.numel() and not bool((g <= 0).all() | g.isnan().any()):
-        raise ValueError(f"g: expected log decays of at most 0, got {float(g.max())}")
-    q, k = q.float(), k.float()
-    q, k = (l2_normalized(q), l2_normalized(k)) if l2_norm_qk else (q, k)
-    return in_chunks(q, k, v.float(), g.float(), None if beta is None else beta.float(), initial_state, sequence_ids)

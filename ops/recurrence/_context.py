@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.collectives import gather_from_ranks, place_in
-from llmk.ops.recurrence import LARGEST_HEAD
+from llmk.ops.recurrence import LARGEST_VALUE
 from llmk.ops.recurrence._chunks import sequence_indices
 
 
@@ -25,8 +25,8 @@ def check_context(context_group: str, q: Tensor, v: Tensor, corrects: bool) -> N
     if q.shape[1] == 0:
         raise ValueError("context_group: expected at least one token on every rank, got 0")
     K, V = q.shape[3], v.shape[3]
-    if corrects and K + V > LARGEST_HEAD:
-        raise ValueError(f"context_group: expected K + V up to {LARGEST_HEAD}, got {K} and {V}")
+    if corrects and K + V > LARGEST_VALUE:
+        raise ValueError(f"context_group: expected K + V up to {LARGEST_VALUE}, got {K} and {V}")
 
 
 def start_of_part(initial_state: Tensor | None, context_group: str) -> Tensor | None:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from llmk.ops.recurrence._call import check_call, kept_shape, or_not_kept, recurrence_cost, samples
-from llmk.ops.recurrence._chunk_launches import Kept, cut, inputs, launch_backward, launch_forward, sum_heads
-from llmk.ops.recurrence._chunks import backward_cpu, chunked_reference, forward_cpu
+from llmk.ops.recurrence._chunk_launches import Kept, launch_backward, launch_forward
+from llmk.ops.recurrence._chunks import Call, backward_cpu, chunked_reference, forward_cpu
 from llmk.ops.recurrence._context import check_context, start_of_part, state_before, with_identity
-from llmk.registry import Cost, KernelOp, Sample, no_gradient, or_no_gradient, public_op
+from llmk.registry import Cost, KernelOp, Sample, or_no_gradient, public_op
+
+DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state")
 
 
 def gated_delta_rule_reference(
@@ -30,7 +32,7 @@ def gated_delta_rule_reference(
     sequence_ids: Tensor | None = None,
     context_group: str = "",
 ) -> tuple[Tensor, Tensor]:
-    return chunked_reference(q, k, v, g, beta, scale, initial_state, l2_norm_qk, sequence_ids)
+    return chunked_reference(Call(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk))
 
 
 def _gated_delta_rule_fwd(
@@ -46,14 +48,9 @@ def _gated_delta_rule_fwd(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The last three outputs are kept for the backward pass: matrices of each chunk, T, P and K K^T."""
-    x = inputs(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
-    out, final, kept = launch_forward(x, keep=keep)
-    inverse, scores, kk = (
-        or_not_kept(kept.inverse, v),
-        or_not_kept(kept.scores, v),
-        or_not_kept(kept.kk, v, torch.float32),
-    )
-    return cut(out, v.shape[3]), cut(final, q.shape[3], v.shape[3]), inverse, scores, kk
+    made = launch_forward(Call(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk), keep=keep)
+    inverse, scores = or_not_kept(made.kept.inverse, v), or_not_kept(made.kept.scores, v)
+    return made.out, made.final, inverse, scores, or_not_kept(made.kept.kk, v, torch.float32)
 
 
 def _gated_delta_rule_bwd(
@@ -73,14 +70,10 @@ def _gated_delta_rule_bwd(
     l2_norm_qk: bool,
     need_initial_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x = inputs(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
-    dq, dk, dv, dg, dbeta, dinitial = launch_backward(
-        x, grad, grad_state, Kept(inverse, scores, kk), need_initial_state
-    )
-    dq, dk = sum_heads(dq, q, l2_norm_qk), sum_heads(dk, k, l2_norm_qk)
-    dg = cut(dg, q.shape[3]) if g.dim() == 4 else dg
-    dinitial = None if dinitial is None else cut(dinitial, q.shape[3], v.shape[3])
-    return dq, dk, cut(dv, v.shape[3]), dg, or_no_gradient(dbeta, grad), or_no_gradient(dinitial, grad)
+    call = Call(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
+    found = launch_backward(call, grad, grad_state, Kept(inverse, scores, kk), need_initial_state)
+    dq, dk, dv, dg, dbeta, dinitial = (or_no_gradient(found[name], grad) for name in DIFFERENTIABLE)
+    return dq, dk, dv, dg, dbeta, dinitial
 
 
 # A graph keeps each as one node: on a CPU it is a loop over the chunks.
@@ -90,7 +83,7 @@ gated_delta_rule_bwd = KernelOp(_gated_delta_rule_bwd, opaque=True)
 
 @gated_delta_rule_fwd.register_kernel("cpu")
 def _(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk, keep):
-    out, final = forward_cpu(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
+    out, final = forward_cpu(Call(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk))
     return out, final, *(or_not_kept(None, v, dtype) for dtype in (v.dtype, v.dtype, torch.float32))
 
 
@@ -99,8 +92,11 @@ def _(
     grad, grad_state, q, k, v, g, beta, initial_state, sequence_ids, inverse, scores, kk, scale, l2_norm_qk,
     need_initial_state,
 ):  # fmt: skip
-    *grads, dinitial = backward_cpu(grad, grad_state, q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
-    return *grads, dinitial if need_initial_state else no_gradient(grad)
+    call = Call(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
+    found = backward_cpu(call, grad, grad_state)
+    found["initial_state"] = found["initial_state"] if need_initial_state else None
+    dq, dk, dv, dg, dbeta, dinitial = (or_no_gradient(found[name], grad) for name in DIFFERENTIABLE)
+    return dq, dk, dv, dg, dbeta, dinitial
 
 
 @gated_delta_rule_fwd.register_fake
@@ -160,7 +156,7 @@ def gated_delta_rule_cost(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
 
 @public_op(
     reference=gated_delta_rule_reference,
-    differentiable=("q", "k", "v", "g", "beta", "initial_state"),
+    differentiable=DIFFERENTIABLE,
     kernel_ops=(gated_delta_rule_fwd, gated_delta_rule_bwd),
     samples=gated_delta_rule_samples,
     resized=gated_delta_rule_resized,
@@ -197,7 +193,7 @@ def gated_delta_rule(
     Args:
         q: Queries `[B, T, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
         k: Keys, shape and dtype of `q`.
-        v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK
+        v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 512: key head i serves the H / HK
             value heads from i * H / HK on.
         g: Logarithms of the decays, at most 0, any of these dtypes, float32 best: `[B, T, H]`, one for each value head,
             or `[B, T, H, K]`, one for each channel of its keys.
@@ -213,7 +209,7 @@ def gated_delta_rule(
             sequences, each a call's tokens, at least one, and as many on each rank as it likes; "" for whole sequences.
             A sequence that crosses ranks has one number on both sides. The initial state is the first rank's, others'
             are not read; the final state is that after the rank's own last token. All ranks of the group have to run
-            the backward pass. K + V is at most 256 here.
+            the backward pass. K + V is at most 512 here.
 
     Returns:
         `[B, T, H, V]`, contiguous, in the dtype of `q`, and the state after the last token, `[B, H, K, V]` in float32.

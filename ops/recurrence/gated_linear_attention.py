@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from llmk.ops.recurrence._call import check_call, kept_shape, or_not_kept, recurrence_cost, samples
-from llmk.ops.recurrence._chunk_launches import Kept, cut, inputs, launch_backward, launch_forward, sum_heads
-from llmk.ops.recurrence._chunks import backward_cpu, chunked_reference, forward_cpu
+from llmk.ops.recurrence._chunk_launches import Kept, launch_backward, launch_forward
+from llmk.ops.recurrence._chunks import Call, backward_cpu, chunked_reference, forward_cpu
 from llmk.ops.recurrence._context import check_context, decay_of_part, start_of_part, state_before
-from llmk.registry import Cost, KernelOp, Sample, no_gradient, or_no_gradient, public_op
+from llmk.registry import Cost, KernelOp, Sample, or_no_gradient, public_op
+
+DIFFERENTIABLE = ("q", "k", "v", "g", "initial_state")
 
 
 def gated_linear_attention_reference(
@@ -28,7 +30,7 @@ def gated_linear_attention_reference(
     sequence_ids: Tensor | None = None,
     context_group: str = "",
 ) -> tuple[Tensor, Tensor]:
-    return chunked_reference(q, k, v, g, None, scale, initial_state, False, sequence_ids)
+    return chunked_reference(Call(q, k, v, g, None, initial_state, sequence_ids, scale))
 
 
 def _gated_linear_attention_fwd(
@@ -42,9 +44,8 @@ def _gated_linear_attention_fwd(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The last output is kept for the backward pass: with a decay for each channel a matrix of each chunk, P."""
-    x = inputs(q, k, v, g, None, initial_state, sequence_ids, scale, False)
-    out, final, kept = launch_forward(x, keep=keep)
-    return cut(out, v.shape[3]), cut(final, q.shape[3], v.shape[3]), or_not_kept(kept.scores, v)
+    made = launch_forward(Call(q, k, v, g, None, initial_state, sequence_ids, scale), keep=keep)
+    return made.out, made.final, or_not_kept(made.kept.scores, v)
 
 
 def _gated_linear_attention_bwd(
@@ -60,12 +61,10 @@ def _gated_linear_attention_bwd(
     scale: float,
     need_initial_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x = inputs(q, k, v, g, None, initial_state, sequence_ids, scale, False)
-    dq, dk, dv, dg, _, dinitial = launch_backward(x, grad, grad_state, Kept(None, scores, None), need_initial_state)
-    dq, dk = sum_heads(dq, q, False), sum_heads(dk, k, False)
-    dg = cut(dg, q.shape[3]) if g.dim() == 4 else dg
-    dinitial = None if dinitial is None else cut(dinitial, q.shape[3], v.shape[3])
-    return dq, dk, cut(dv, v.shape[3]), dg, or_no_gradient(dinitial, grad)
+    call = Call(q, k, v, g, None, initial_state, sequence_ids, scale)
+    found = launch_backward(call, grad, grad_state, Kept(None, scores, None), need_initial_state)
+    dq, dk, dv, dg, dinitial = (or_no_gradient(found[name], grad) for name in DIFFERENTIABLE)
+    return dq, dk, dv, dg, dinitial
 
 
 # A graph keeps each as one node: on a CPU it is a loop over the chunks.
@@ -75,15 +74,16 @@ gated_linear_attention_bwd = KernelOp(_gated_linear_attention_bwd, opaque=True)
 
 @gated_linear_attention_fwd.register_kernel("cpu")
 def _(q, k, v, g, initial_state, sequence_ids, scale, keep):
-    return *forward_cpu(q, k, v, g, None, initial_state, sequence_ids, scale, False), or_not_kept(None, v)
+    return *forward_cpu(Call(q, k, v, g, None, initial_state, sequence_ids, scale)), or_not_kept(None, v)
 
 
 @gated_linear_attention_bwd.register_kernel("cpu")
 def _(grad, grad_state, q, k, v, g, initial_state, sequence_ids, scores, scale, need_initial_state):
-    dq, dk, dv, dg, _, dinitial = backward_cpu(
-        grad, grad_state, q, k, v, g, None, initial_state, sequence_ids, scale, False
-    )
-    return dq, dk, dv, dg, dinitial if need_initial_state else no_gradient(grad)
+    call = Call(q, k, v, g, None, initial_state, sequence_ids, scale)
+    found = backward_cpu(call, grad, grad_state)
+    found["initial_state"] = found["initial_state"] if need_initial_state else None
+    dq, dk, dv, dg, dinitial = (or_no_gradient(found[name], grad) for name in DIFFERENTIABLE)
+    return dq, dk, dv, dg, dinitial
 
 
 @gated_linear_attention_fwd.register_fake
@@ -137,7 +137,7 @@ def gated_linear_attention_cost(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **op
 
 @public_op(
     reference=gated_linear_attention_reference,
-    differentiable=("q", "k", "v", "g", "initial_state"),
+    differentiable=DIFFERENTIABLE,
     kernel_ops=(gated_linear_attention_fwd, gated_linear_attention_bwd),
     samples=gated_linear_attention_samples,
     resized=gated_linear_attention_resized,
@@ -170,7 +170,7 @@ def gated_linear_attention(
     Args:
         q: Queries `[B, T, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
         k: Keys, shape and dtype of `q`.
-        v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK
+        v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 512: key head i serves the H / HK
             value heads from i * H / HK on.
         g: Logarithms of the decays, at most 0, any of these dtypes, float32 best: `[B, T, H]`, one for each value head,
             or `[B, T, H, K]`, one for each channel of its keys.

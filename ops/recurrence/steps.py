@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.recurrence._call import check_step
-from llmk.ops.recurrence._chunks import chunked_reference, l2_normalized
+from llmk.ops.recurrence._chunks import Call, chunked_reference, l2_normalized
 from llmk.registry import Cost, KernelOp, Sample, differentiating, gradient_of, no_gradient, public_op
 
 
@@ -143,7 +143,7 @@ def gated_delta_rule_step_reference(
     l2_norm_qk: bool = False,
 ) -> tuple[Tensor, Tensor]:
     q, k, v, g, beta = (x.unsqueeze(1) for x in (q, k, v, g, beta))
-    out, state = chunked_reference(q, k, v, g, beta, scale, state, l2_norm_qk, None)
+    out, state = chunked_reference(Call(q, k, v, g, beta, state, None, scale, l2_norm_qk))
     return out.squeeze(1), state
 
 
@@ -151,7 +151,7 @@ def gated_linear_attention_step_reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     q, k, v, g = (x.unsqueeze(1) for x in (q, k, v, g))
-    out, state = chunked_reference(q, k, v, g, None, scale, state, False, None)
+    out, state = chunked_reference(Call(q, k, v, g, None, state, None, scale))
     return out.squeeze(1), state
 
 
@@ -277,7 +277,7 @@ def gated_delta_rule_step(
     Args:
         q: Queries `[B, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
         k: Keys, shape and dtype of `q`.
-        v: Values `[B, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK value
+        v: Values `[B, H, V]` in the dtype of `q`, H a multiple of HK, V up to 512: key head i serves the H / HK value
             heads from i * H / HK on.
         g: Logarithms of the decays, at most 0, any of these dtypes: `[B, H]`, one for each value head, or
             `[B, H, K]`, one for each channel of its keys.
@@ -327,7 +327,7 @@ def gated_linear_attention_step(
     Args:
         q: Queries `[B, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
         k: Keys, shape and dtype of `q`.
-        v: Values `[B, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK value
+        v: Values `[B, H, V]` in the dtype of `q`, H a multiple of HK, V up to 512: key head i serves the H / HK value
             heads from i * H / HK on.
         g: Logarithms of the decays, at most 0, any of these dtypes: `[B, H]`, one for each value head, or
             `[B, H, K]`, one for each channel of its keys.

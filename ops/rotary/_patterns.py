@@ -10,28 +10,29 @@ from llmk.compiler.patterns import (
     Call,
     Cast,
     Either,
-    EveryOther,
     GraphBuilder,
     Half,
     Input,
     KeywordArg,
     NoMatch,
     Pattern,
-    Reshaped,
     RewritePattern,
+    Through,
+    View,
     With,
     arguments,
     cast_of,
     item_of,
     name_of,
     range_of,
+    reshape_of,
     value_of,
     widened,
 )
-from llmk.compiler.spellings import Broadcast, Where, over_last_axis
+from llmk.compiler.spellings import Where, expanded_from, over_last_axis
 
 aten = torch.ops.aten
-_cos, _sin = (Input(Broadcast(KeywordArg(name))) for name in ("cos", "sin"))
+_cos, _sin = (Input(Through(expanded_from, KeywordArg(name))) for name in ("cos", "sin"))
 
 
 def _side_by_side(parts: list[Pattern]) -> Pattern:
@@ -40,14 +41,14 @@ def _side_by_side(parts: list[Pattern]) -> Pattern:
 
 def _in_pairs(first: Pattern, second: Pattern) -> Pattern:
     """Match the two with their elements in turn."""
-    return Reshaped(Where(over_last_axis, Call("stack", [first, second], Either(-1, 3, 4))))
+    return View(reshape_of, Where(over_last_axis, Call("stack", [first, second], Either(-1, 3, 4))))
 
 
 def _rotated(name: str) -> Pattern:
     """Match x * cos + rotate(x) * sin, where cos and sin have the width of x."""
     x = Input(KeywordArg(name))
     a, b = Half(x, second=False), Half(x, second=True)
-    even, odd = EveryOther(x, odd=False), EveryOther(x, odd=True)
+    even, odd = Half(x, second=False, interleaved=True), Half(x, second=True, interleaved=True)
     halves = With("backwards", False, _side_by_side([Call("neg", b), a])) | With(
         "backwards", True, _side_by_side([b, Call("neg", a)])
     )
@@ -66,8 +67,8 @@ def _times(x: Pattern, angle: Pattern) -> Pattern:
 def _by_halves(name: str) -> Pattern:
     """Match the two halves of the result side by side, where cos and sin have the width of a half."""
     x, found = Input(KeywordArg(name)), []
-    for of_pairs, part in ((False, Half), (True, EveryOther)):
-        a, b = (Cast(part(x, second)) for second in (False, True))
+    for of_pairs in (False, True):
+        a, b = (Cast(Half(x, second, of_pairs)) for second in (False, True))
         a_cos, a_sin, b_cos, b_sin = (Call("mul", y, angle) for y in (a, b) for angle in (_cos, _sin))
         minus_a, minus_b = (Call("mul", y, Call("neg", _sin)) for y in (a, b))
         ahead = Call("sub", a_cos, b_sin) | Call("add", a_cos, minus_b), Call("add", b_cos, a_sin)
@@ -83,8 +84,10 @@ def _by_halves(name: str) -> Pattern:
 
 def _complex(name: str) -> Pattern:
     """Match neighbours as complex numbers, times others of absolute value 1."""
-    x = Call("view_as_complex", Reshaped(Input(KeywordArg(name))))
-    return Cast(Reshaped(Call("view_as_real", Call("mul", x, KeywordArg("angles", lambda value: value.is_complex())))))
+    x = Call("view_as_complex", View(reshape_of, Input(KeywordArg(name))))
+    return Cast(
+        View(reshape_of, Call("view_as_real", Call("mul", x, KeywordArg("angles", lambda value: value.is_complex()))))
+    )
 
 
 def _rotation(name: str) -> Pattern:

@@ -20,11 +20,10 @@ Backward, given dy:
 
 From every da that of the largest s is taken away first: where one weight is nearly 1, the difference would cancel.
 
-Of N * H values for each token 2 * N are kept, s and ms. Where a vector fits in registers the forward pass reads each
-once, and takes the softmax as they come; the backward pass finds them in L2 when it reads them a second time, the last
-one first. Of longer vectors each direction reads them twice: first a program walks each vector for its sums, then
-another each block of columns for what follows from these. dk is summed in float32 by each program over its own tokens,
-then over the programs in a fixed order: no atomics.
+Of N * H values for each token 2 * N are kept, s and ms. The forward pass holds a vector in registers, reads each once,
+and takes the softmax as they come; the backward pass finds them in L2 when it reads them a second time, the last one
+first. dk is summed in float32 by each program over its own tokens, then over the programs in a fixed order: no atomics.
+Wider vectors go through plain PyTorch: past 4,096 values where Triton cannot read 16 bytes at a time, else past 8,192.
 """
 
 from collections.abc import Iterator
@@ -35,7 +34,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import exp
-from llmk.ops.common.rows import aligned, as_rows, byte_offset, row_shares
+from llmk.ops.common.row_plan import RowKind, RowPlan
+from llmk.ops.common.rows import aligned, as_rows, byte_offset
 from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_affine, sum_pair
 from llmk.registry import (
@@ -48,10 +48,7 @@ from llmk.registry import (
     check_not_negative,
     check_parameter,
     empty,
-    grid_cap,
     jit,
-    next_power_of_2,
-    num_programs,
     or_no_gradient,
     public_op,
     wrap_triton,
@@ -80,10 +77,10 @@ def _weigh(s, da, largest, total, origin, sum_da):
 @jit
 def attention_residual_kernel(
     v_ptr, q_ptr, w_ptr, y_ptr, s_ptr, ms_ptr, N, M, H, block_stride, row_stride, eps,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     eps = tl.cast(eps, tl.float32)
-    cols = tl.arange(0, BLOCK_H)
+    cols = tl.arange(0, BLOCK_N)
     k = tl.load(q_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
     k = (k * tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32))[None, :]
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -91,7 +88,7 @@ def attention_residual_kernel(
     offsets = (rows * row_stride)[:, None] + cols[None, :]
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    y = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
+    y = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for i in tl.range(0, N, num_stages=NUM_STAGES):
         v = tl.load(v_ptr + tl.cast(i, tl.int64) * block_stride + offsets, mask=mask, other=0.0).to(tl.float32)
         square, dot = sum_pair(v * v, v * k, 1)
@@ -110,13 +107,13 @@ def attention_residual_kernel(
 @jit
 def attention_residual_backward_kernel(
     dy_ptr, v_ptr, q_ptr, w_ptr, s_ptr, ms_ptr, dv_ptr, partial_ptr, N, M, H, dy_stride, block_stride, row_stride,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK_H)
+    cols = tl.arange(0, BLOCK_N)
     k = tl.load(q_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
     k = (k * tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32))[None, :]
-    dk = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
+    dk = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & (cols < H)[None, :]
@@ -154,145 +151,25 @@ def attention_residual_backward_kernel(
         tl.store(partial_ptr + (program * 2 + 1) * H + cols, total_dk * q, mask=cols < H)
 
 
-MAX_FORWARD_BLOCK = 16384
-"""The widest vector that one program holds forward beside k and the sum."""
-
-MAX_BACKWARD_BLOCK = 8192
-"""The widest that one holds backward beside dy, k and dk."""
-
-MAX_UNALIGNED = 4096
-"""The widest in either direction where Triton cannot read 16 bytes at a time: a thread's addresses take registers."""
+VECTORS = RowKind({2048: (1, 4), 4096: (1, 8), 8192: (1, 16)})
+"""Forward a program holds a vector, k and the sum, backward also dy and dk; two more vectors are under way."""
 
 
-def _held(most: int, v: Tensor, *others: Tensor) -> bool:
-    """Return True if vectors fit; all are `[..., N]` with neighbouring columns side by side."""
-    N = v.shape[-1]
-    begins = (n for x in (v, *others) for n in (byte_offset(x), *x.stride()[:-1]))
-    return N <= MAX_UNALIGNED or (most >= N and aligned(N, *begins))
+def _plan(v: Tensor, *others: Tensor) -> RowPlan | None:
+    """Return the plan for vectors, all `[..., H]` with neighbouring columns side by side; None for wider ones.
 
-
-def _tile(H: int) -> dict[str, int]:
-    """Sixteen elements a thread, and two more vectors under way.
-
-    Not below 64: where each thread of one warp has one element of a vector, its product and the first sum are one
-    instruction, which rounds once, so that each thread has another sum in its last place; and which of them is written
-    as the vector's score is a race. Two warps add up in shared memory, where there is one sum.
+    A tile has no fewer columns than 64: where each thread of one warp has one element of a vector, its product and the
+    first sum are one instruction, which rounds once, so that each thread has another sum in its last place; and which
+    of them is written as the vector's score is a race. Two warps add up in shared memory, where there is one sum.
     """
-    block_h = max(64, next_power_of_2(H))
-    block_m = max(1, 2048 // block_h)
-    return {"BLOCK_M": block_m, "BLOCK_H": block_h, "NUM_STAGES": 3, "num_warps": min(16, block_m * block_h // 512)}
+    _, M, H = v.shape
 
+    def is_aligned() -> bool:
+        return aligned(H, *(n for x in (v, *others) for n in (byte_offset(x), *x.stride()[:-1])))
 
-def _programs(M: int, tile: dict[str, int], device: torch.device) -> int:
-    """Programs of the backward pass: as many as find registers, 16 warps a multiprocessor; each leaves partials."""
-    return grid_cap(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
-
-
-@jit
-def attention_residual_scores_kernel(
-    v_ptr, q_ptr, w_ptr, s_ptr, ms_ptr, M, H, block_stride, row_stride, eps, BLOCK_H: tl.constexpr
-):
-    eps = tl.cast(eps, tl.float32)
-    vector = tl.program_id(0).to(tl.int64)
-    v_ptr += vector // M * block_stride + vector % M * row_stride
-    squares = tl.zeros((BLOCK_H,), dtype=tl.float32)
-    dots = tl.zeros((BLOCK_H,), dtype=tl.float32)
-    for start in range(0, H, BLOCK_H):
-        cols = start + tl.arange(0, BLOCK_H)
-        v = tl.load(v_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-        q = tl.load(q_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-        squares += v * v
-        dots += v * (q * tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32))
-    square, dot = sum_pair(squares, dots, 0)
-    ms = square / H + eps
-    tl.store(s_ptr + vector, tl.div_rn(dot, tl.sqrt_rn(ms)))
-    tl.store(ms_ptr + vector, ms)
-
-
-@jit
-def attention_residual_mix_kernel(v_ptr, s_ptr, y_ptr, N, M, H, block_stride, row_stride, BLOCK_H: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-    largest, total = _softmax_over_depth(s_ptr + row, N, M)
-    y = tl.zeros((BLOCK_H,), dtype=tl.float32)
-    for i in range(0, N):
-        start = tl.cast(i, tl.int64) * block_stride + row * row_stride
-        v = tl.load(v_ptr + start + cols, mask=cols < H, other=0.0).to(tl.float32)
-        y += v * exp(tl.load(s_ptr + tl.cast(i, tl.int64) * M + row) - largest)
-    tl.store(y_ptr + row * H + cols, (y * tl.div_rn(1.0, total)).to(y_ptr.dtype.element_ty), mask=cols < H)
-
-
-@jit
-def _softmax_over_depth(s_ptr, N, M):
-    """The largest of a token's scores, and the sum of the exponentials."""
-    largest = tl.load(s_ptr)
-    total = tl.cast(1.0, tl.float32)
-    for i in range(1, N):
-        s = tl.load(s_ptr + tl.cast(i, tl.int64) * M)
-        before, largest = largest, tl.maximum(largest, s)
-        total = total * exp(before - largest) + exp(s - largest)
-    return largest, total
-
-
-@jit
-def attention_residual_dots_kernel(
-    dy_ptr, v_ptr, da_ptr, M, H, dy_stride, block_stride, row_stride, BLOCK_H: tl.constexpr
-):
-    """The gradient of each weight of the softmax, sum(dy * v_i)."""
-    vector = tl.program_id(0).to(tl.int64)
-    v_ptr += vector // M * block_stride + vector % M * row_stride
-    dy_ptr += vector % M * dy_stride
-    dots = tl.zeros((BLOCK_H,), dtype=tl.float32)
-    for start in range(0, H, BLOCK_H):
-        cols = start + tl.arange(0, BLOCK_H)
-        v = tl.load(v_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-        dots += v * tl.load(dy_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-    tl.store(da_ptr + vector, tl.sum(dots, axis=0))
-
-
-@jit
-def attention_residual_long_backward_kernel(
-    dy_ptr, v_ptr, q_ptr, w_ptr, s_ptr, ms_ptr, da_ptr, dv_ptr, partial_ptr, N, M, H,
-    dy_stride, block_stride, row_stride, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """One block of columns, a share of the tokens."""
-    program = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-    q = tl.load(q_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-    dk = tl.zeros((BLOCK_H,), dtype=tl.float32)
-    for row in range(program, M, tl.num_programs(0)):
-        largest = tl.load(s_ptr + row)
-        origin = tl.load(da_ptr + row)
-        total = tl.cast(1.0, tl.float32)
-        sum_da = tl.cast(0.0, tl.float32)
-        for i in range(1, N):
-            vector = tl.cast(i, tl.int64) * M + row
-            s, da = tl.load(s_ptr + vector), tl.load(da_ptr + vector)
-            largest, total, origin, sum_da = _weigh(s, da, largest, total, origin, sum_da)
-        mean = tl.div_rn(sum_da, total)
-        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < H, other=0.0).to(tl.float32)
-        for i in range(0, N):
-            vector = tl.cast(i, tl.int64) * M + row
-            s, ms = tl.load(s_ptr + vector), tl.load(ms_ptr + vector)
-            a = tl.div_rn(exp(s - largest), total)
-            ds = a * (tl.load(da_ptr + vector) - origin - mean)
-            ds_rstd = tl.div_rn(ds, tl.sqrt_rn(ms))
-            start = tl.cast(i, tl.int64) * block_stride + row * row_stride
-            v = tl.load(v_ptr + start + cols, mask=cols < H, other=0.0).to(tl.float32)
-            dk += v * ds_rstd
-            dv = dy * a + ((q * w) * ds_rstd - v * tl.div_rn(ds * s, ms * H))
-            tl.store(dv_ptr + vector * H + cols, dv.to(dv_ptr.dtype.element_ty), mask=cols < H)
-    if partial_ptr is not None:
-        tl.store(partial_ptr + program * 2 * H + cols, dk * w, mask=cols < H)
-        tl.store(partial_ptr + (program * 2 + 1) * H + cols, dk * q, mask=cols < H)
-
-
-WALK = {"BLOCK_H": 4096, "num_warps": 8}
-"""The block and warps that walk a vector."""
-
-PART = {"BLOCK_H": 1024, "num_warps": 4}
-"""The columns of a token's vectors that one program holds."""
+    if not VECTORS.holds(H, v.dtype, is_aligned):
+        return None
+    return RowPlan.of(VECTORS, M, max(64, H), v.device, NUM_STAGES=3)
 
 
 def _as_matrices(blocks: Tensor) -> Tensor:
@@ -302,19 +179,17 @@ def _as_matrices(blocks: Tensor) -> Tensor:
 
 
 def _attention_residual_fwd(blocks: Tensor, query: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    v, query, weight = _as_matrices(blocks), query.contiguous(), weight.contiguous()
+    v = _as_matrices(blocks)
+    plan = _plan(v)
+    if plan is None:
+        return _forward_plain(blocks, query, weight, eps)
     N, M, H = v.shape
     y = empty(blocks.shape[1:], blocks.dtype, blocks.device)
     scores, ms = (empty(blocks.shape[:-1], torch.float32, blocks.device) for _ in range(2))
-    rows, strides = (v, query, weight), (v.stride(0), v.stride(1))
-    if _held(MAX_FORWARD_BLOCK, v):
-        tile = _tile(H)
-        grid = (cdiv(M, tile["BLOCK_M"]),)
-        wrap_triton(attention_residual_kernel)[grid](*rows, y, scores, ms, N, M, H, *strides, eps, **tile)
-    else:
-        wrap_triton(attention_residual_scores_kernel)[(N * M,)](*rows, scores, ms, M, H, *strides, eps, **WALK)
-        grid = (M, cdiv(H, PART["BLOCK_H"]))
-        wrap_triton(attention_residual_mix_kernel)[grid](v, scores, y, N, M, H, *strides, **PART)
+    sizes = N, M, H, v.stride(0), v.stride(1)
+    wrap_triton(attention_residual_kernel)[(cdiv(M, plan.tile["BLOCK_M"]),)](
+        v, query.contiguous(), weight.contiguous(), y, scores, ms, *sizes, eps, **plan.tile
+    )
     return y, scores, ms
 
 
@@ -328,24 +203,18 @@ def _attention_residual_bwd(
     need_query: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    v, dy, query, weight = _as_matrices(blocks), as_rows(grad), query.contiguous(), weight.contiguous()
-    scores, ms = scores.contiguous(), ms.contiguous()
+    v, dy = _as_matrices(blocks), as_rows(grad)
+    plan = _plan(v, dy)
+    if plan is None:
+        return _backward_plain(grad, blocks, query, weight, scores, ms, need_query, need_weight)
     N, M, H = v.shape
-    held, tile, blocks_of_columns = _held(MAX_BACKWARD_BLOCK, v, dy), _tile(H), cdiv(H, PART["BLOCK_H"])
-    programs = _programs(M, tile, v.device) if held else grid_cap(M, row_shares(blocks_of_columns, v.device))
     dv = empty(blocks.shape, blocks.dtype, blocks.device)
-    partials = empty((programs, 2, H), torch.float32, v.device) if need_query or need_weight else None
-    strides = dy.stride(0), v.stride(0), v.stride(1)
-    if held:
-        wrap_triton(attention_residual_backward_kernel)[(programs,)](
-            dy, v, query, weight, scores, ms, dv, partials, N, M, H, *strides, **tile
-        )
-    else:
-        da = empty((N, M), torch.float32, v.device)
-        wrap_triton(attention_residual_dots_kernel)[(N * M,)](dy, v, da, M, H, *strides, **WALK)
-        wrap_triton(attention_residual_long_backward_kernel)[(programs, blocks_of_columns)](
-            dy, v, query, weight, scores, ms, da, dv, partials, N, M, H, *strides, **PART
-        )
+    partials = empty((plan.programs, 2, H), torch.float32, v.device) if need_query or need_weight else None
+    statistics = scores.contiguous(), ms.contiguous()
+    sizes = N, M, H, dy.stride(0), v.stride(0), v.stride(1)
+    wrap_triton(attention_residual_backward_kernel)[(plan.programs,)](
+        dy, v, query.contiguous(), weight.contiguous(), *statistics, dv, partials, *sizes, **plan.tile
+    )
     dquery = empty((H,), query.dtype, query.device) if need_query else None
     dweight = empty((H,), weight.dtype, weight.device) if need_weight else None
     if partials is not None:
@@ -353,12 +222,7 @@ def _attention_residual_bwd(
     return dv, or_no_gradient(dquery, grad), or_no_gradient(dweight, grad)
 
 
-attention_residual_fwd = KernelOp(_attention_residual_fwd, launch_cached=True)
-attention_residual_bwd = KernelOp(_attention_residual_bwd, launch_cached=True)
-
-
-@attention_residual_fwd.register_kernel("cpu")
-def _(blocks, query, weight, eps):
+def _forward_plain(blocks: Tensor, query: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     v = blocks.float()
     ms = v.square().mean(-1) + eps
     scores = (v * (query.float() * weight.float())).sum(-1) * torch.rsqrt(ms)
@@ -366,8 +230,16 @@ def _(blocks, query, weight, eps):
     return y.to(blocks.dtype).contiguous(), scores.contiguous(), ms.contiguous()
 
 
-@attention_residual_bwd.register_kernel("cpu")
-def _(grad, blocks, query, weight, scores, ms, need_query, need_weight):
+def _backward_plain(
+    grad: Tensor,
+    blocks: Tensor,
+    query: Tensor,
+    weight: Tensor,
+    scores: Tensor,
+    ms: Tensor,
+    need_query: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     v, dy, q, w = blocks.float(), grad.float(), query.float(), weight.float()
     a, da = scores.softmax(0), (dy * v).sum(-1)
     da = da - da.gather(0, scores.argmax(0, keepdim=True))
@@ -378,6 +250,12 @@ def _(grad, blocks, query, weight, scores, ms, need_query, need_weight):
     dquery = (dk * w).to(query.dtype) if dk is not None and need_query else None
     dweight = (dk * q).to(weight.dtype) if dk is not None and need_weight else None
     return dv.to(blocks.dtype).contiguous(), or_no_gradient(dquery, grad), or_no_gradient(dweight, grad)
+
+
+attention_residual_fwd = KernelOp(_attention_residual_fwd, launch_cached=True)
+attention_residual_bwd = KernelOp(_attention_residual_bwd, launch_cached=True)
+attention_residual_fwd.register_kernel("cpu")(_forward_plain)
+attention_residual_bwd.register_kernel("cpu")(_backward_plain)
 
 
 @attention_residual_fwd.register_fake
@@ -442,7 +320,8 @@ def attention_residual(blocks: Tensor, query: Tensor, weight: Tensor, eps: float
     """An attention of each token over the layers or blocks before it, in the place of a residual connection.
 
     The softmax over the first axis of a query's products with the blocks, each normalized as RMSNorm does, weighs their
-    sum. In float32 with one rounding.
+    sum. In float32 with one rounding. Kernels hold vectors of up to 8,192 values, of half as many where they are not
+    aligned to 16 values; wider ones go through plain PyTorch.
 
     Args:
         blocks: The outputs of N layers, the embedding among them, `[N, ..., H]`, float32, float16 or bfloat16, any

@@ -18,7 +18,7 @@ Backward, given dy; y is all that is kept:
 
     dx = dy - mean of dy over S        0 where y is 0, NaN where y is NaN
 
-A row that fits in registers is read once; a longer one is read once a turn, from L2.
+Forward a row is held in registers and read once; past 32,768 columns it goes through plain PyTorch, which sorts it.
 """
 
 import math
@@ -64,12 +64,6 @@ def sparsemax_reference(input: Tensor, dim: int = -1) -> Tensor:
 
 
 @jit
-def _block(x_ptr, start, N, BLOCK_N: tl.constexpr):
-    cols = start + tl.arange(0, BLOCK_N)
-    return tl.load(x_ptr + cols, mask=cols < N, other=float("-inf")).to(tl.float32)
-
-
-@jit
 def _above(z, tau):
     """The sum of the entries above tau, which is NaN if any entry is, and their number."""
     total = tl.sum(tl.where((z > tau) | (z != z), z, 0.0), axis=0)
@@ -85,7 +79,8 @@ def _threshold(total, count):
 @jit
 def sparsemax_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    x = _block(x_ptr + row * x_stride, 0, N, BLOCK_N)
+    cols = tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=float("-inf")).to(tl.float32)
     z = x - tl.max(x, axis=0)
     total, count = _above(z, -1.0)
     tau, last, turn = _threshold(total, count), N + 1, 0
@@ -95,41 +90,7 @@ def sparsemax_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
         total, count = _above(z, tau)
         tau = _threshold(total, count)
     y = tl.where(z <= tau, 0.0, z - tau)
-    cols = tl.arange(0, BLOCK_N)
     tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
-
-
-@jit
-def _above_in_row(x_ptr, largest, tau, N, BLOCK_N: tl.constexpr):
-    totals = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    counts = tl.zeros((BLOCK_N,), dtype=tl.int32)
-    for start in range(0, N, BLOCK_N):
-        z = _block(x_ptr, start, N, BLOCK_N) - largest
-        totals += tl.where((z > tau) | (z != z), z, 0.0)
-        counts += (z > tau).to(tl.int32)
-    return tl.sum(totals, axis=0), tl.sum(counts, axis=0)
-
-
-@jit
-def sparsemax_long_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
-    largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    for start in range(0, N, BLOCK_N):
-        largest = tl.maximum(largest, _block(x_ptr, start, N, BLOCK_N))
-    largest = tl.max(largest, axis=0)
-    total, count = _above_in_row(x_ptr, largest, -1.0, N, BLOCK_N)
-    tau, last, turn = _threshold(total, count), N + 1, 0
-    while (turn <= N) and (count < last):
-        turn += 1
-        last = count
-        total, count = _above_in_row(x_ptr, largest, tau, N, BLOCK_N)
-        tau = _threshold(total, count)
-    for start in range(0, N, BLOCK_N):
-        z = _block(x_ptr, start, N, BLOCK_N) - largest
-        cols = start + tl.arange(0, BLOCK_N)
-        y = tl.where(z <= tau, 0.0, z - tau)
-        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
 @jit
@@ -154,13 +115,13 @@ def sparsemax_backward_kernel(dy_ptr, y_ptr, dx_ptr, N, dy_stride, BLOCK_N: tl.c
         tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
-MAX_BLOCK = 8192
-"""The widest row that a program holds, and how much of a longer one it takes at a time."""
+WIDEST = 32768
+"""The widest row that a program holds; the backward pass takes a quarter of it at a time."""
 
 
-def _tile(N: int) -> dict[str, int]:
-    """Sixteen elements a thread, which takes a warp for a row of up to 512."""
-    block = min(MAX_BLOCK, next_power_of_2(max(N, 1)))
+def _tile(N: int, widest: int) -> dict[str, int]:
+    """Sixteen elements a thread, which takes a warp for a row of up to 512, and more where rows are wider."""
+    block = min(widest, next_power_of_2(max(N, 1)))
     return {"BLOCK_N": block, "num_warps": max(1, min(16, block // 512))}
 
 
@@ -168,11 +129,10 @@ def _sparsemax_fwd(input: Tensor, dim: int) -> Tensor:
     input = input.movedim(dim, -1)
     x = as_rows(input)
     M, N = x.shape
+    if N > WIDEST:
+        return _moved_back(_forward_plain(input, -1), dim)
     y = empty(input.shape, input.dtype, input.device)
-    if N <= MAX_BLOCK:
-        wrap_triton(sparsemax_kernel)[(M,)](x, y, N, x.stride(0), **_tile(N))
-    else:
-        wrap_triton(sparsemax_long_kernel)[(M,)](x, y, N, x.stride(0), **_tile(N))
+    wrap_triton(sparsemax_kernel)[(M,)](x, y, N, x.stride(0), **_tile(N, WIDEST))
     return _moved_back(y, dim)
 
 
@@ -180,7 +140,7 @@ def _sparsemax_bwd(grad: Tensor, output: Tensor, dim: int) -> Tensor:
     dy, y = as_rows(grad.movedim(dim, -1)), output.movedim(dim, -1).contiguous()
     M, N = dy.shape
     dx = empty(y.shape, output.dtype, output.device)
-    wrap_triton(sparsemax_backward_kernel)[(M,)](dy, y, dx, N, dy.stride(0), **_tile(N))
+    wrap_triton(sparsemax_backward_kernel)[(M,)](dy, y, dx, N, dy.stride(0), **_tile(N, WIDEST // 4))
     return _moved_back(dx, dim)
 
 
@@ -189,13 +149,15 @@ def _moved_back(rows: Tensor, dim: int) -> Tensor:
     return rows if dim == rows.dim() - 1 else rows.movedim(-1, dim).contiguous()
 
 
+def _forward_plain(input: Tensor, dim: int) -> Tensor:
+    return sparsemax_reference(input.float(), dim).to(input.dtype).contiguous()
+
+
 sparsemax_fwd = KernelOp(_sparsemax_fwd, launch_cached=True)
 sparsemax_bwd = KernelOp(_sparsemax_bwd, launch_cached=True)
 
 
-@sparsemax_fwd.register_kernel("cpu")
-def _(input, dim):
-    return sparsemax_reference(input.float(), dim).to(input.dtype).contiguous()
+sparsemax_fwd.register_kernel("cpu")(_forward_plain)
 
 
 @sparsemax_bwd.register_kernel("cpu")
@@ -245,6 +207,8 @@ def sparsemax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
 )
 def sparsemax(input: Tensor, dim: int = -1) -> Tensor:
     """Sparsemax over an axis: like softmax, but most of the smaller values become zero. In float32 with one rounding.
+
+    A kernel holds rows of up to 32,768 values; longer ones go through plain PyTorch, which sorts them.
 
     Args:
         input: Any shape and strides, float32, float16 or bfloat16. Over another axis than the last it is copied.

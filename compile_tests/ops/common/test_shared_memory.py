@@ -1,4 +1,4 @@
-"""Wide rows are walked in other ways where a block has little shared memory, to the same results."""
+"""Wide rows take other ways where a block has little shared memory, to the same results."""
 
 import pytest
 import torch
@@ -20,11 +20,14 @@ WIDEST = [
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("shared", [RTX_4090, SHARED_MEMORY])
 @pytest.mark.parametrize(("name", "columns", "dtype", "tensors"), WIDEST, ids=str)
-def test_wide_rows(name: str, columns: int, dtype: torch.dtype, tensors: int, device: torch.device) -> None:
+def test_wide_rows(
+    name: str, columns: int, dtype: torch.dtype, tensors: int, shared: int, device: torch.device
+) -> None:
     args = [torch.randn(3, columns, device=device, dtype=dtype) for _ in range(tensors)]
     sample = Sample((*args, torch.randn(columns, device=device, dtype=dtype)), why=f"{columns} columns")
-    with launches_for(32, RTX_4090):
+    with launches_for(32, shared):
         require_accurate(OPS[name], sample, call(OPS[name], sample))
 
 

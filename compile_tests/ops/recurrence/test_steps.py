@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_tests.helpers.recurrences import REFERENCES, inputs, per_channel_or_head, token_by_token
+from compile_tests.helpers.recurrences import REFERENCES, inputs, per_channel_or_head
 from llmk import functional
 from llmk.accuracy.rule import accuracy_violation
 from llmk.ops.convolution.causal_conv1d import causal_conv1d_reference
 from llmk.ops.convolution.causal_conv1d_step import causal_conv1d_step_reference
+from llmk.ops.recurrence.naive import token_by_token
 from llmk.registry import OPS
 
 

@@ -8,7 +8,7 @@ whole groups the logits are made once, else all of them come first. Where tokens
 come first in each chunk of whole groups, instead of in the batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -97,9 +97,10 @@ class LogprobsCall(SoftmaxCall):
         return "input", "target", "support"
 
     def logprob_rows(
-        self, impl: Implementation, compacted: CompactedTokens, chosen: Plan | None = None, **options: Any
-    ) -> SoftmaxRows:
-        """Return the rows of this call's tokens, which are compacted already.
+        self, impl: Implementation, compacted: CompactedTokens, chosen: Plan | None = None, *, moments: bool = True,
+        **options: Any,
+    ) -> SoftmaxRows:  # fmt: skip
+        """Return the rows of this call's tokens, which are compacted already; `moments` where entropies are asked for.
 
         Raises:
             IndexError: On the host, a class or an id of a support is none.
@@ -108,19 +109,21 @@ class LogprobsCall(SoftmaxCall):
         support = None if self.support is None else self.support.reshape(-1, self.support.shape[-1])
         if support is not None and impl.on_host:
             check_support_ids(support, self.num_classes)
-        return self.softmax_rows(impl, compacted, chosen, moments=True, support=support, **options)
+        return self.softmax_rows(impl, compacted, chosen, moments=moments, support=support, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CandidatesCall(LogprobsCall):
-    """The same, with the log-probability of all other classes together, after those of the candidates."""
+    """The same, with entropies, and the log-probability of all other classes together after those of the candidates."""
 
     add_tail: bool = False
+    entropy: bool = True
 
     @classmethod
     def checked(cls, arguments: Mapping[str, Any]) -> Self:
         call = super().checked(arguments)
         check_flag("add_tail", call.add_tail)
+        check_flag("entropy", call.entropy)
         if call.add_tail and call.support is not None:
             raise ValueError(f"support: expected None with add_tail, got a tensor of {tuple(call.support.shape)}")
         return call
@@ -134,12 +137,16 @@ class CandidatesCall(LogprobsCall):
         return (*self.tokens, self.candidates + 1) if self.add_tail else tuple(self.target.shape)
 
     @property
+    def entropy_shape(self) -> tuple[int, ...]:
+        return tuple(self.tokens) if self.entropy else (0,)
+
+    @property
     def statistics(self) -> int:
         """The number of values that are saved for a token."""
         return STATISTICS + self.add_tail
 
     def rows(self, impl: Implementation, compacted: CompactedTokens) -> SoftmaxRows:
-        return self.logprob_rows(impl, compacted, with_tail=self.add_tail)
+        return self.logprob_rows(impl, compacted, moments=self.entropy, with_tail=self.add_tail)
 
 
 def check_support(support: Tensor, call: LogprobsCall) -> None:
@@ -163,7 +170,8 @@ def _forward(impl: Implementation, full_call: CandidatesCall, keep: bool) -> tup
     if tail is not None:
         of_rows = torch.cat((of_rows, tail.unsqueeze(-1)), -1)
     logprobs = compacted.scatter_output(of_rows).view(full_call.logprobs_shape)
-    return logprobs, compacted.scatter_output(parts.entropy), compacted.scatter_statistics(parts.statistics), kept
+    entropy = compacted.scatter_output(parts.entropy) if call.entropy else logprobs.new_empty((0,))
+    return logprobs, entropy, compacted.scatter_statistics(parts.statistics), kept
 
 
 def _backward(
@@ -172,6 +180,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of the inputs from those of the outputs."""
     compacted, call = full_call.compacted(impl)
+    entropy_grad = entropy_grad if call.entropy else None
     grad, entropy_grad = (None if g is None else compacted.gather(g) for g in (grad, entropy_grad))
     tail = None
     if grad is not None:
@@ -191,29 +200,33 @@ def _backward(
 def _fake_forward(call: CandidatesCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logprobs, entropy, stats = (
         call.input.new_empty(shape, dtype=torch.float32)
-        for shape in (call.logprobs_shape, call.tokens, (call.statistics, *call.tokens))
+        for shape in (call.logprobs_shape, call.entropy_shape, (call.statistics, *call.tokens))
     )
     return logprobs, entropy, stats, call.kept_buffer(keep and call.keeps_exponentials)
 
 
-def _forward_sharding(input, *_):
-    return [([axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE, axis, axis]) for axis in row_axes(input)]
+def _forward_sharding(input, entropy):
+    return [
+        ([axis, axis if entropy else REPLICATE, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE, axis, axis])
+        for axis in row_axes(input)
+    ]
 
 
-def _backward_sharding(tensors: int, kept: bool = True) -> Callable[..., Any]:
-    """Return the sharding of a backward pass that takes so many tensors of tokens, then statistics and what is kept."""
+def _backward_sharding(input, entropy, need_dx):
+    return [
+        _backward_splits(axis, need_dx, [axis, axis, axis, axis if entropy else REPLICATE], [REPLICATE])
+        for axis in row_axes(input)
+    ]
 
-    def sharding(input, *args):
-        need_dx = args[-3]
-        return [
-            (
-                [axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
-                [axis, REPLICATE, REPLICATE, *[axis] * tensors, 1 + axis, *[REPLICATE] * kept],
-            )
-            for axis in row_axes(input)
-        ]
 
-    return sharding
+def _topk_backward_sharding(input, need_dx):
+    return [_backward_splits(axis, need_dx, [axis] * 3, []) for axis in row_axes(input)]
+
+
+def _backward_splits(axis: Any, need_dx: bool, tokens: list[Any], kept: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the splits of the gradients, and of a call's tensors, given those of tokens and of what was kept."""
+    gradients = [axis if need_dx else REPLICATE, PARTIAL, PARTIAL]
+    return gradients, [axis, REPLICATE, REPLICATE, *tokens, 1 + axis, *kept]
 
 
 def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]:
@@ -224,7 +237,7 @@ def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]
 
 def _is_kept(call: CandidatesCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor, *rest: Any) -> bool:
     """Return True if the exponentials that were kept are what the gradient needs."""
-    return entropy_grad is None and call.kept_matrix(rest[0]) is not None
+    return (entropy_grad is None or not call.entropy) and call.kept_matrix(rest[0]) is not None
 
 
 class LogprobsOps:
@@ -236,7 +249,7 @@ class LogprobsOps:
         )
         self.backward = recomputing_op(f"_{name}_bwd", CandidatesCall, _backward, kept=_is_kept)
         self.forward.op.register_sharding(_forward_sharding)
-        self.backward.op.register_sharding(_backward_sharding(4))  # target, support, two gradients
+        self.backward.op.register_sharding(_backward_sharding)
         self.forward.op.register_autograd(
             lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
             setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, *output[2:]),
@@ -257,7 +270,7 @@ class LogprobsOps:
         if shape != tokens and (call.target.dim() != call.input.dim() or shape[:-1] != tokens or shape[-1] == 0):
             raise ValueError(f"target: expected shape {tokens}, or {tokens} and K candidates, got {shape}")
         logprobs, entropy, *_ = self.forward(call)
-        return as_given(logprobs), as_given(entropy)
+        return as_given(logprobs), as_given(entropy) if call.entropy else entropy
 
 
 def check_k(k: int) -> None:
@@ -352,7 +365,7 @@ class TopkOps:
         )
         self.backward = recomputing_op(f"_{name}_bwd", TopkCall, _topk_backward)
         self.forward.op.register_sharding(_topk_sharding)
-        self.backward.op.register_sharding(_backward_sharding(3, kept=False))  # two gradients, indices
+        self.backward.op.register_sharding(_topk_backward_sharding)
         self.forward.op.register_autograd(
             lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
             setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, *output[2:]),

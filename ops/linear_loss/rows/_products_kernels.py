@@ -7,11 +7,14 @@ the same time share a block of the weight; those of gradients in groups of GROUP
 import triton.language as tl
 
 from llmk.ops.common.math import LOG2E, cap, cap_slope, exp, log1p
-from llmk.ops.common.products import column_eighths, column_halves, product
+from llmk.ops.common.products import column_eighths, column_halves, column_quarters, product
 from llmk.registry import jit
 
 NEAR: tl.constexpr = tl.constexpr(8.0)
 """Exponentials of numbers up to it lose three bits to the rounding of their arguments."""
+FAR: tl.constexpr = tl.constexpr(60.0)
+"""A row whose own logit is so many nats below its largest has exponentials relative to that one. Beyond, r x leaves
+bfloat16's normal numbers; the exponentials themselves leave its range at 88."""
 LEAST_DISTANCE: tl.constexpr = tl.constexpr(-1e4)
 """Exponentials of what is below are 0."""
 
@@ -101,7 +104,7 @@ def is_other(cols, limit, own):
 def logits_kernel(
     x, w, p, bias_ptr, class_weight_ptr, row_ptr, own_ptr, count_ptr, place_ptr, part_ptr, out_ptr, first_out_ptr,
     K, M, V, H, x_stride, w_stride_v, w_stride_h, p_stride, inner, outer, softcap,
-    GRADIENTS: tl.constexpr, MOMENTS: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr,
+    GRADIENTS: tl.constexpr, MOMENTS: tl.constexpr, DIRECT: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr,
     DESCRIBED: tl.constexpr, P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr,
     PIECES: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -109,9 +112,10 @@ def logits_kernel(
     """Compute tiles of x W^T, and of their rows either exponentials with their sums, or GRADIENTS.
 
     `row [4, M]` has the rows' references and the coefficients of gradients; a reference of +inf is a row that does not
-    count. `part [4, tiles, M]` gets the sums of exponentials as `add_exponentials` has them, the largest logit of the
-    tile, with MOMENTS their moments, and with class weights weighted logits. With a `place` a row of x is that row of
-    all others.
+    count. `part [4, tiles, M]` gets the sums of exponentials, the largest logit of the tile, with MOMENTS their
+    moments, and with class weights weighted logits. The sums are relative to the reference with DIRECT, which takes
+    less time but is of no use for a row that is FAR, else as `add_exponentials` has them. With a `place` a row of x is
+    that row of all others.
     Columns `out [M, K]` are left out besides a row's own, those of a tile from `first_out [tiles + 1, M]` on.
     """
     end = tl.load(count_ptr)
@@ -171,6 +175,10 @@ def logits_kernel(
                     kept = tl.where(cols[None, :] == out[:, None], float("-inf"), kept)
             if GRADIENTS:
                 value = gradients_of(kept, reference, a, b)
+            elif DIRECT:
+                value = tl.exp2((kept - reference[:, None]) * LOG2E)
+                total += tl.sum(value, axis=1)
+                largest = tl.maximum(largest, tl.max(kept, axis=1))
             else:
                 value, largest, total, moment = add_exponentials(
                     kept, reference, largest, total, moment, MOMENTS, PIECES > 2
@@ -213,15 +221,18 @@ def pair_sums(x):
 
 @jit
 def combine_kernel(
-    part_ptr, row_ptr, count_ptr, out_ptr, M, tiles, MOMENTS: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
+    part_ptr, row_ptr, count_ptr, place_ptr, out_ptr, far_ptr, M, tiles, MOMENTS: tl.constexpr, WEIGHTED: tl.constexpr,
+    DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of rows, `[4, tiles, M]`, in the order of the tiles: out `[4, M]`.
 
-    They are relative to the second, the larger one of the row's reference, `row [M]`, and its largest logit.
+    They are relative to the second, the larger one of the row's reference, `row [M]`, and its largest logit. `far [M]`
+    says which rows are FAR; with a `place` only the rows that it lists are added up.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < tl.load(count_ptr)
+    if place_ptr is not None:
+        rows = tl.load(place_ptr + rows, mask=inside, other=0)
     step = tl.cast(tiles, tl.int64) * M
     largest = tl.full((BLOCK_T, BLOCK_M), float("-inf"), dtype=tl.float32)
     for start in range(0, tiles, BLOCK_T):
@@ -230,6 +241,8 @@ def combine_kernel(
         part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])
         largest = tl.maximum(largest, tl.load(part_ptrs + step, mask=mask, other=float("-inf")))
     m, reference = tl.max(largest, axis=0), tl.load(row_ptr + rows, mask=inside, other=0.0)
+    if far_ptr is not None:
+        tl.store(far_ptr + rows, (inside & (m - reference >= FAR)).to(tl.int8), mask=rows < M)
     m = tl.where(m > reference, m, reference)  # NaN of a reference stays
     top = finite_base(m)[None, :]
     total = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
@@ -241,7 +254,8 @@ def combine_kernel(
         part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])
         part_total = tl.load(part_ptrs, mask=mask, other=0.0)
         part_m = tl.load(part_ptrs + step, mask=mask, other=float("-inf"))
-        distance = tl.where(part_total > 0.0, base_of(reference[None, :], part_m) - top, 0.0)
+        base = reference[None, :] if DIRECT else base_of(reference[None, :], part_m)
+        distance = tl.where(part_total > 0.0, base - top, 0.0)
         fade = tl.exp2(distance * LOG2E)
         if MOMENTS:
             part_moment = tl.load(part_ptrs + 2 * step, mask=mask, other=0.0)
@@ -258,7 +272,7 @@ def combine_kernel(
 
 @jit
 def statistics_kernel(
-    sums_ptr, own_ptr, mask_ptr, stats_ptr, results_ptr, flags_ptr, M, far, BLOCK_M: tl.constexpr,
+    sums_ptr, own_ptr, mask_ptr, stats_ptr, results_ptr, flags_ptr, M, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Compute from the sums of rows `[4, M]` and the logits of their own classes what `softmax.py` says of them.
 
@@ -288,7 +302,7 @@ def statistics_kernel(
     tl.store(results_ptr + M + rows, tl.where(counts, log_total - moment / total, 0.0), mask=inside)
     tl.store(results_ptr + 2 * M + rows, tl.where(counts, reference + log_total, 0.0), mask=inside)
     tl.store(results_ptr + 3 * M + rows, tl.where(counts, weighted, 0.0), mask=inside)
-    near = reference - y < tl.cast(far, tl.float32)
+    near = reference - y < FAR
     tl.store(stats_ptr + 4 * M + rows, tl.where(counts & near, own, 1.0), mask=inside)
     tl.store(flags_ptr + rows, (counts & (m <= y)).to(tl.int8), mask=inside)
     tl.store(flags_ptr + M + rows, (counts & (near == 0)).to(tl.int8), mask=inside)
@@ -511,37 +525,44 @@ def input_gradient_kernel(
 @jit
 def weight_gradient_kernel(
     p, x, total, count_ptr, scale_ptr, V, H, p_stride, x_stride,
-    ADD: tl.constexpr, DESCRIBED: tl.constexpr, T_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    ADD: tl.constexpr, DESCRIBED: tl.constexpr, T_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of P^T x over the rows that count, or add it to what is there, rounded once."""
+    """Compute tiles of P^T x over the rows that count, or add them to what is there, rounded once."""
     end = tl.load(count_ptr)
-    if ADD:  # noqa: SIM102  Triton evaluates both sides of an `and`
-        if end == 0:
-            return
     tiles_m, tiles_n = tl.cdiv(V, BLOCK_M), tl.cdiv(H, BLOCK_N)
-    tile = tl.program_id(0)
-    group = tile // (GROUP_M * tiles_n)
-    group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    within = tile % (GROUP_M * tiles_n)
-    first_row, first_col = (group * GROUP_M + within % group_rows) * BLOCK_M, (within // group_rows) * BLOCK_N
-    dw = product(
-        p, x, first_row, first_col, V, H, end, 1, p_stride, 1, x_stride,
-        DESCRIBED, True, False, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
-    )  # fmt: skip
-    if scale_ptr is not None:
-        dw *= tl.load(scale_ptr)
-    if T_DESCRIBED:
-        if ADD:
-            dw += total.load([first_row, first_col]).to(tl.float32)
-        total.store([first_row, first_col], dw.to(total.dtype))
-    else:
-        rows, cols = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
-        mask = (rows < V)[:, None] & (cols < H)[None, :]
-        total_ptrs = total + rows.to(tl.int64)[:, None] * H + cols[None, :]
-        if ADD:
-            dw += tl.load(total_ptrs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(total_ptrs, dw.to(total.dtype.element_ty), mask=mask)
+    tiles = tiles_m * tiles_n
+    if ADD:
+        tiles = tl.where(end > 0, tiles, 0)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=T_DESCRIBED):
+        group = tile // (GROUP_M * tiles_n)
+        group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+        within = tile % (GROUP_M * tiles_n)
+        first_row, first_col = (group * GROUP_M + within % group_rows) * BLOCK_M, (within // group_rows) * BLOCK_N
+        dw = product(
+            p, x, first_row, first_col, V, H, end, 1, p_stride, 1, x_stride,
+            DESCRIBED, True, False, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+        )  # fmt: skip
+        if scale_ptr is not None:
+            dw *= tl.load(scale_ptr)
+        # In pieces: so few registers and so little shared memory are left beside the next tile's operands.
+        PIECES: tl.constexpr = 2 if T_DESCRIBED else 4
+        WIDTH: tl.constexpr = BLOCK_N // PIECES
+        pieces = column_halves(dw) if T_DESCRIBED else column_quarters(dw)
+        for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+            piece, col = pieces[i], first_col + i * WIDTH
+            if T_DESCRIBED:
+                if ADD:
+                    piece += total.load([first_row, col]).to(tl.float32)
+                total.store([first_row, col], piece.to(total.dtype))
+            else:
+                rows, cols = first_row + tl.arange(0, BLOCK_M), col + tl.arange(0, WIDTH)
+                mask = (rows < V)[:, None] & (cols < H)[None, :]
+                total_ptrs = total + rows.to(tl.int64)[:, None] * H + cols[None, :]
+                if ADD:
+                    piece += tl.load(total_ptrs, mask=mask, other=0.0).to(tl.float32)
+                tl.store(total_ptrs, piece.to(total.dtype.element_ty), mask=mask)
 
 
 @jit

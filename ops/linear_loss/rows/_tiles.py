@@ -15,12 +15,6 @@ from llmk.registry.devices import INTERPRET, shared_memory
 COLUMNS = 256
 """The classes of a tile of logits, over which one partial sum of a row is."""
 SMALL_SHARED_MEMORY = 200 * 1024
-SHORT = 2048
-"""Up to so many features the epilogue of one tile of logits is computed while the next one's operands are read.
-
-H200, 4096 rows, of cuBLAS's time for the bare product: 1.10 so and 1.12 not at 2048 features, 1.16 and 1.21 at 1024;
-1.11 and 1.08 at 3072, 1.08 both at 4096 (on an H100 1.09 and 1.02).
-"""
 
 
 @dataclass(frozen=True)

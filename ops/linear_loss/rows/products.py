@@ -36,7 +36,7 @@ from llmk.ops.linear_loss.rows._products_kernels import (
     statistics_kernel,
     weight_gradient_kernel,
 )
-from llmk.ops.linear_loss.rows._tiles import SHORT, gradient_tile, listed_tile, logits_tile
+from llmk.ops.linear_loss.rows._tiles import gradient_tile, listed_tile, logits_tile
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients
 from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import cdiv, empty, next_power_of_2, num_programs, wrap_triton
@@ -45,9 +45,6 @@ from llmk.registry.launch import describable, descriptor
 
 FLOAT16_SCALE = 2.0**15
 """The factor of a float16 P as it is stored: its numbers are at most 1, and the small ones are kept."""
-FAR = 60.0
-"""A row whose own logit is so many nats below its largest has exponentials relative to that one. Beyond, r x leaves
-bfloat16's normal numbers; the exponentials themselves leave its range at 88."""
 LEAST_FACTOR = 2.0**-30
 """A row's factor is no smaller part of its own class's gradient: so the entry of that, their ratio, is a number."""
 
@@ -121,13 +118,16 @@ def launch_logits(
     tile = logits_tile(V, rows.x.device) if place is None else listed_tile(V)
     described = place is None and describable(rows.x) and describable(weight)
     p_described = p is not None and described and describable(p)
-    tiles, flatten = cdiv(M, tile.rows) * cdiv(V, tile.columns), H <= SHORT and place is None and left_out is None
+    tiles, capped = cdiv(M, tile.rows) * cdiv(V, tile.columns), bool(transform.softcap)
+    # The operands of the next tile are read while the epilogue of one is computed, if no loop is in that.
+    flatten = described and left_out is None
+    # Few registers are left beside two tiles, coefficients or a cap.
+    pieces = 8 if capped else 2 if flatten or gradients else 1
     programs = tiles
     if place is not None:  # there are mostly no rows: starting a program for each tile would take longer than to end
         programs = min(tiles, num_programs(rows.x.device, 4))
     elif flatten:
         programs = min(tiles, num_programs(rows.x.device, 1))
-    pieces = 8 if transform.softcap else 2 if flatten else 1  # a cap needs registers, and two tiles at a time do
     first_left_out = None if left_out is None else _first_of_tiles(left_out, V, tile.columns)
     wrap_triton(logits_kernel)[(programs,)](
         descriptor(rows.x, [tile.rows, tile.depth]) if described else rows.x,
@@ -137,7 +137,8 @@ def launch_logits(
         0 if left_out is None else left_out.shape[1], rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(),
         0 if p is None else p.stride(0),
         *transform.numbers,
-        GRADIENTS=gradients, MOMENTS=moments, ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
+        GRADIENTS=gradients, MOMENTS=moments, DIRECT=are_direct(moments, left_out), ROUNDED=transform.rounded,
+        FLOAT16=rows.x.dtype == torch.float16,
         DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET,
         PROGRAMS=programs, PIECES=pieces, FLATTEN=flatten, **tile.arguments(),
     )  # fmt: skip
@@ -159,18 +160,36 @@ def part_sums(rows: Rows, V: int) -> Tensor:
     return empty((4, tiles, rows.numbers.shape[1]), torch.float32, rows.x.device)
 
 
-def combined(parts: Tensor, rows: Rows, *, moments: bool, weighted: bool) -> Tensor:
+def are_direct(moments: bool, left_out: Tensor | None) -> bool:
+    """Return True if parts of sums are relative to their rows' references, and those of rows that are far no sums.
+
+    Moments lose more to the rounding of exponents, and a tail has no reference.
+    """
+    return not moments and left_out is None
+
+
+def combined(parts: Tensor, rows: Rows, *, moments: bool, weighted: bool, direct: bool) -> tuple[Tensor, Tensor]:
     """Add up the parts of the rows' sums, `[4, M]`: exponentials, what they are relative to, moments, weighted logits.
 
-    They are relative to the larger one of the row's reference and its largest logit.
+    They are relative to the larger one of the row's reference and its largest logit. Also return which rows are far
+    below their largest logits, int8 `[M]`.
     """
     _, tiles, M = parts.shape
-    out = empty((4, M), torch.float32, parts.device)
+    out, far = empty((4, M), torch.float32, parts.device), empty((M,), torch.int8, parts.device)
     wrap_triton(combine_kernel)[(cdiv(M, 16),)](
-        parts, rows.numbers, rows.end, out, M, tiles,
-        MOMENTS=moments, WEIGHTED=weighted, BLOCK_M=16, BLOCK_T=32, num_warps=4,
+        parts, rows.numbers, rows.end, None, out, far, M, tiles,
+        MOMENTS=moments, WEIGHTED=weighted, DIRECT=direct, BLOCK_M=16, BLOCK_T=32, num_warps=4,
     )  # fmt: skip
-    return out
+    return out, far
+
+
+def combine_listed(parts: Tensor, rows: Rows, place: Tensor, sums: Tensor, *, weighted: bool) -> None:
+    """Put the sums of the rows that `place` lists, whose parts are relative to their references, among all sums."""
+    _, tiles, M = parts.shape
+    wrap_triton(combine_kernel)[(cdiv(M, 16),)](
+        parts, rows.numbers, rows.end, place, sums, None, M, tiles,
+        MOMENTS=False, WEIGHTED=weighted, DIRECT=True, BLOCK_M=16, BLOCK_T=32, num_warps=4,
+    )  # fmt: skip
 
 
 def row_statistics(sums: Tensor, y_own: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,7 +198,7 @@ def row_statistics(sums: Tensor, y_own: Tensor, mask: Tensor) -> tuple[Tensor, T
     stats, results = (empty((n, M), torch.float32, sums.device) for n in (STATISTICS, 4))
     flags = empty((2, M), torch.int8, sums.device)
     wrap_triton(statistics_kernel)[(cdiv(M, 128),)](
-        sums, y_own, mask, stats, results, flags, M, FAR, BLOCK_M=128, num_warps=4
+        sums, y_own, mask, stats, results, flags, M, BLOCK_M=128, num_warps=4
     )
     return stats, results, flags
 
@@ -274,12 +293,16 @@ def weight_gradient(
     described = describable(p) and describable(scaled)
     # A float32 tile stored through a descriptor needs as much shared memory as the operands.
     total_described = described and total.dtype == p.dtype and describable(total)
-    wrap_triton(weight_gradient_kernel)[(cdiv(V, tile.rows) * cdiv(H, tile.columns),)](
+    programs = tiles = cdiv(V, tile.rows) * cdiv(H, tile.columns)
+    if total_described:  # the operands of the next tile are read while one is added to what is there
+        programs = min(tiles, num_programs(total.device, 1))
+    wrap_triton(weight_gradient_kernel)[(programs,)](
         descriptor(p, [tile.depth, tile.rows]) if described else p,
         descriptor(scaled, [tile.depth, tile.columns]) if described else scaled,
-        descriptor(total, [tile.rows, tile.columns]) if total_described else total,
+        descriptor(total, [tile.rows, tile.columns // 2]) if total_described else total,
         count, scale, V, H, p.stride(0), scaled.stride(0),
-        ADD=add, DESCRIBED=described, T_DESCRIBED=total_described, WIDEN=INTERPRET, GROUP_M=8, **tile.arguments(),
+        ADD=add, DESCRIBED=described, T_DESCRIBED=total_described, WIDEN=INTERPRET, PROGRAMS=programs, GROUP_M=8,
+        **tile.arguments(),
     )  # fmt: skip
 
 

@@ -150,7 +150,11 @@ class KernelProjection:
         if self.V > 0:
             products.launch_logits(rows, self.weights, p, parts, moments=moments, left_out=chunk.left_out)
         weighted = self.weights.class_weight is not None
-        sums = products.combined(parts, rows, moments=moments, weighted=weighted)
+        direct = products.are_direct(moments, chunk.left_out)
+        sums, far = products.combined(parts, rows, moments=moments, weighted=weighted, direct=direct)
+        p_is_made = direct and self.shard is None  # else what P is relative to is known later
+        if direct and self.V > 0:
+            self._make_far_rows(rows, sums[1:2], far, p if p_is_made else None, (parts, sums))
         own_weight = self.weights.of_classes(chunk.own)
         if own_weight is not None:
             sums[3] += (own_weight * chunk.y_own).masked_fill(chunk.own < 0, 0.0)
@@ -164,7 +168,7 @@ class KernelProjection:
         stats = Statistics(values)
         if chunk.y_left_out is not None:
             stats = stats.with_tail((tail.log() + (m - stats.reference)).masked_fill(~chunk.mask, 0.0))
-        if p is not None and self.V > 0:
+        if p is not None and self.V > 0 and not p_is_made:
             self._make_far_rows(rows, values[:1], flags[1], p)
         return RowsOfLogits(stats, results[3], flags[0].view(torch.bool), results)
 
@@ -176,13 +180,23 @@ class KernelProjection:
         total, moment = relative_to(total, moment, m, largest)
         return torch.stack((total.sum(0), largest, moment.sum(0), weighted.sum(0)))
 
-    def _make_far_rows(self, rows: Rows, reference: Tensor, far: Tensor, p: Tensor) -> None:
-        """Make the exponentials again of rows whose own class is far below the largest, relative to that."""
+    def _make_far_rows(
+        self, rows: Rows, reference: Tensor, far: Tensor, p: Tensor | None,
+        sums: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Make the exponentials again of rows whose own class is far below the largest, relative to that.
+
+        So are their sums, given their parts and where they belong.
+        """
         place, number = ordered(far, torch.int32, far.shape[0])
         scratch = self.scratch_rows(rows.x.shape[0])
         gather_rows(rows.x, place, scratch, number)
-        weights = self.weights._replace(class_weight=None)
-        products.launch_logits(Rows(scratch, reference, rows.own, number), weights, p, place=place)
+        listed = Rows(scratch, reference, rows.own, number)
+        parts, out = (None, None) if sums is None else sums
+        weights = self.weights if sums is not None else self.weights._replace(class_weight=None)
+        products.launch_logits(listed, weights, p, parts, place=place)
+        if parts is not None and out is not None:
+            products.combine_listed(parts, listed, place, out, weighted=weights.class_weight is not None)
 
     def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
         factor = self.weights.transform.factor

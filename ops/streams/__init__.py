@@ -1,0 +1,1 @@
+"""Several residual streams around a layer: hyper-connections."""
