@@ -31,6 +31,7 @@ OUTPUTS = {
     "qk_norm_rope": ("q_rotated", "k_rotated"),
     "rope": ("q_rotated", "k_rotated"),
     "router_topk": ("weights", "experts"),
+    "router_topk_sums": ("weights", "sums", "squares", "experts", "counts"),
 }
 """The results of operators that have several."""
 
