@@ -12,7 +12,7 @@ from compile_tests.helpers.recurrences import REFERENCES, Results, inputs, per_c
 from llmk.accuracy.rule import accuracy_violation
 from llmk.functional import gated_delta_rule, gated_linear_attention
 from llmk.opcheck.calls import call
-from llmk.ops.recurrence.naive import token_by_token
+from llmk.ops.recurrence._naive import token_by_token
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import runs_kernels
 

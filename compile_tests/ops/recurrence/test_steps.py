@@ -12,7 +12,7 @@ from llmk import functional
 from llmk.accuracy.rule import accuracy_violation
 from llmk.ops.convolution.causal_conv1d import causal_conv1d_reference
 from llmk.ops.convolution.causal_conv1d_step import causal_conv1d_step_reference
-from llmk.ops.recurrence.naive import token_by_token
+from llmk.ops.recurrence._naive import token_by_token
 from llmk.registry import OPS
 
 
