@@ -378,111 +378,10 @@ class Cast(Pattern):
                     yield inner
 
 
-def range_of(node: Any) -> tuple[Node, int, int] | None:
-    """Return the tensor that a node is a slice of along the last axis, its start and its end; None for other nodes."""
-    part = _part_of(node)
-    if part is None:
-        return None
-    source, start = part
-    whole, width = value_of(source).shape[-1], value_of(node).shape[-1]
-    return (source, start, start + width) if isinstance(width, int) and isinstance(whole, int) else None
-
-
-def _part_of(node: Any) -> tuple[Node, int] | None:
-    """Return the tensor that a node is a contiguous part of along the last axis, and where the part begins."""
-    item, index = item_of(node) or (node, 0)
-    if item is not node and name_of(item) in ("split", "split_with_sizes", "chunk", "tensor_split"):
-        given = arguments(item, "self", "split_size", "split_sizes", "chunks", "sections", "indices", "dim")
-        if given is not None and is_last(given["dim"], value_of(given["self"])):
-            before = [part.shape[-1] for part in value_of(item)[:index]]
-            return (given["self"], sum(before)) if index >= 0 and all(isinstance(x, int) for x in before) else None
-    elif item is node and name_of(node) == "slice":
-        given = arguments(node, "self", "dim", "start", "end")
-        if given is not None and is_last(given["dim"], value_of(given["self"])):
-            start = bounded(given["start"], value_of(given["self"]).shape[-1])
-            return None if start is None else (given["self"], start)
-    return None
-
-
-def bounded(start: Any, size: Any) -> int | None:
-    """Return where a slice begins, as slicing clamps it: negative numbers count from the end, and none is outside."""
-    start = 0 if start is None else start
-    if not isinstance(start, int) or (start != 0 and not isinstance(size, int)):
-        return None
-    return min(max(start + size if start < 0 else start, 0), size) if start else 0
-
-
 def is_last(dims: Any, tensor: Tensor) -> bool:
     """Return True if an axis, or a list of one, is the tensor's last."""
     dims = list(dims) if isinstance(dims, list | tuple) else [dims]
     return tensor.dim() > 0 and dims in ([-1], [tensor.dim() - 1])
-
-
-def part_nodes(node: Node) -> tuple[Node, ...]:
-    """Return the nodes that take a part of a tensor: a slice, or a split and the choice of one of its results."""
-    item = item_of(node)
-    return (node,) if item is None else (node, item[0])
-
-
-@dataclass(frozen=True)
-class Half(Pattern):
-    """The first half of the last axis of the pattern, or the second.
-
-    The features 0, 2, ... are the first interleaved half, and 1, 3, ... the second.
-    """
-
-    pattern: Any
-    second: bool
-    interleaved: bool = False
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        found = _taken_apart(value, -1 if self.interleaved else -2, self.second)
-        found = found or (_every_other_of(value, self.second) if self.interleaved else _side_of(value, self.second))
-        if found is not None:
-            source, *nodes = found
-            yield from find(self.pattern, source, match.with_nodes(*nodes))
-
-
-def _side_of(node: Any, second: bool) -> tuple[Node, ...] | None:
-    """Return the tensor half of whose last axis a node is, and the nodes that take it."""
-    part = range_of(node)
-    if part is None:
-        return None
-    source, start, stop = part
-    width = value_of(source).shape[-1]
-    is_it = (2 * start, 2 * stop) == ((width, 2 * width) if second else (0, width))
-    return (source, *part_nodes(node)) if is_it else None
-
-
-def _every_other_of(node: Any, odd: bool) -> tuple[Node, ...] | None:
-    """Return the tensor of which a node is every other feature, and the node."""
-    given = arguments(node, "self", "dim", "start", "end", "step") if name_of(node) == "slice" else None
-    if given is None or not is_last(given["dim"], value_of(given["self"])):
-        return None
-    width = value_of(given["self"]).shape[-1]
-    end = width if given["end"] is None else given["end"]
-    to_the_end = isinstance(width, int) and width % 2 == 0 and isinstance(end, int) and end >= width
-    is_it = to_the_end and (bounded(given["start"], width), given["step"]) == (int(odd), 2)
-    return (given["self"], node) if is_it else None
-
-
-def _taken_apart(node: Any, axis: int, index: int) -> tuple[Node, ...] | None:
-    """Return the tensor whose last axis was viewed as two, `[..., 2]` or `[2, ...]`, and the nodes that take a part."""
-    item = item_of(node)
-    chooser = node if item is None else item[0]
-    if name_of(chooser) != ("select" if item is None else "unbind"):
-        return None
-    given = arguments(chooser, "self", "dim", "index")
-    if given is None or (given["index"] if item is None else item[1]) != index:
-        return None
-    wide = given["self"]
-    source = reshape_of(wide)
-    if source is None or given["dim"] not in (axis, value_of(wide).dim() + axis):
-        return None
-    before, after = value_of(source).shape, list(value_of(wide).shape)
-    if after.pop(axis) != 2 or len(after) != len(before) or not same_shape(after[:-1], before[:-1]):
-        return None
-    return source, *part_nodes(node), wide
 
 
 def reshape_of(node: Any) -> Node | None:
@@ -491,22 +390,6 @@ def reshape_of(node: Any) -> Node | None:
         return None
     given = arguments(node, "self", "size", "shape", "start_dim", "end_dim", "dim", "sizes")
     return None if given is None else given["self"]
-
-
-def transposed_from(node: Any) -> Node | None:
-    """Return the tensor whose last two axes a node exchanges."""
-    if name_of(node) not in ("t", "numpy_T", "mT", "transpose", "permute"):
-        return None
-    given, rank = arguments(node, "self", "dim0", "dim1", "dims"), value_of(node).dim()
-    if given is None or rank < 2 or (name_of(node) == "numpy_T" and rank > 2):
-        return None
-    order, last = list(range(rank)), [rank - 1, rank - 2]
-    if "dims" in given:
-        order = [dim % rank for dim in given["dims"]]
-    else:
-        a, b = given.get("dim0", -2), given.get("dim1", -1)
-        order[a], order[b] = order[b], order[a]
-    return given["self"] if order == [*range(rank - 2), *last] else None
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,12 @@ from llmk.compiler.patterns import (
     With,
     all_arguments,
     arguments,
-    bounded,
     name_of,
     same,
-    transposed_from,
     value_of,
     widened,
 )
-from llmk.compiler.spellings import Where
+from llmk.compiler.spellings import Where, bounded, transposed_from
 from llmk.registry.private.compilers import statically_known_true
 
 aten = torch.ops.aten

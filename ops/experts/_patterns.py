@@ -20,7 +20,6 @@ from llmk.compiler.patterns import (
     Cast,
     Either,
     GraphBuilder,
-    Half,
     KeywordArg,
     Match,
     Named,
@@ -37,10 +36,9 @@ from llmk.compiler.patterns import (
     name_of,
     reshape_of,
     same_shape,
-    transposed_from,
     value_of,
 )
-from llmk.compiler.spellings import Of
+from llmk.compiler.spellings import Half, Of, transposed_from
 
 PRODUCTS = "_grouped_mm", "transformers::grouped_mm_fallback"
 WHOLE = torch.int32, torch.int64

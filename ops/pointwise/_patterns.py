@@ -20,10 +20,10 @@ from llmk.compiler.patterns import (
     name_of,
     order_in_memory,
     permuted,
-    range_of,
     value_of,
     widened,
 )
+from llmk.compiler.spellings import range_of
 
 _gate, _up = Input(KeywordArg("gate")), Input(KeywordArg("up"))
 

@@ -11,7 +11,6 @@ from llmk.compiler.patterns import (
     Cast,
     Either,
     GraphBuilder,
-    Half,
     Input,
     KeywordArg,
     NoMatch,
@@ -24,12 +23,11 @@ from llmk.compiler.patterns import (
     cast_of,
     item_of,
     name_of,
-    range_of,
     reshape_of,
     value_of,
     widened,
 )
-from llmk.compiler.spellings import Where, expanded_from, over_last_axis
+from llmk.compiler.spellings import Half, Where, expanded_from, over_last_axis, range_of
 
 aten = torch.ops.aten
 _cos, _sin = (Input(Through(expanded_from, KeywordArg(name))) for name in ("cos", "sin"))
