@@ -69,16 +69,17 @@ def launches_for(warp_size: int, shared_memory: int) -> Iterator[None]:
         _chosen.warp_size, _chosen.shared_memory = previous
 
 
+AUTOCAST_DEVICES = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(kind)
+)
+"""The types of devices that know autocast, found once: Dynamo of torch 2.11 does not trace the question."""
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype that autocast casts a linear layer's tensors to on this device; None if it is off."""
-    if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
+    if device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
-
-
-@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 does not trace it
-def _has_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)
 
 
 def kernel_context(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -45,7 +45,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """The operator's samples that the function can be asked for, of few classes."""
     for sample in OPERATOR.samples(device, dtype):
         x, weight, target = sample.args
-        if target.dim() < x.dim() and len(weight) < 100 and not {"support", "add_tail", "entropy"} & sample.kwargs.keys():
+        if (
+            target.dim() < x.dim()
+            and len(weight) < 100
+            and not {"support", "add_tail", "entropy"} & sample.kwargs.keys()
+        ):
             yield sample
 
 
