@@ -419,7 +419,7 @@ def _chunks(results: Row) -> Iterator[str]:
     N, H, V = results["shape"]
     yield (
         f"What `chunk_size` trades in `fused_linear_ce`, {N:,} tokens, hidden size {H:,}, {V:,} classes: forward and "
-        "backward back to back, beside the products alone in the same chunks. Past three chunks the weight's gradient "
+        "backward back to back, beside the products alone in the same chunks. Past two chunks the weight's gradient "
         "is summed in float32, which takes more memory here than smaller chunks save. "
         f"`python -m benchmarks.chunks`, {results['date']}, one {results['device']}."
     )
