@@ -49,7 +49,7 @@ def unpacked(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of the source archive."""
     folder = tmp_path_factory.mktemp("sdist")
     archive = build(copy, "sdist", folder)
-    shutil.unpack_archive(archive, folder, filter="data")
+    shutil.unpack_archive(archive, folder)
     return folder / archive.name.removesuffix(".tar.gz")
 
 

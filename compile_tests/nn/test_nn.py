@@ -342,7 +342,7 @@ def test_extra_repr(module: nn.Module, expected: str) -> None:
         (lambda: llmk.nn.GatedDeltaNet(8, 2, 0, 4, 4), "num_k_heads: expected at least 1, got 0"),
         (lambda: llmk.nn.GatedDeltaNet(0, 2, 1, 4, 4), "hidden_size: expected at least 1, got 0"),
         (lambda: llmk.nn.GatedDeltaNet(8, 2, 1, 4, 257), "head_k_dim: expected 1 to 256, got 257"),
-        (lambda: llmk.nn.GatedDeltaNet(8, 2, 1, 0, 4), "head_v_dim: expected 1 to 256, got 0"),
+        (lambda: llmk.nn.GatedDeltaNet(8, 2, 1, 0, 4), "head_v_dim: expected 1 to 512, got 0"),
         (lambda: llmk.nn.GatedDeltaNet(8, 2, 1, 4, 4, 9), "conv_kernel_size: expected 2 to 8, got 9"),
         (lambda: llmk.nn.Embedding(8, 0), "embedding_dim: expected at least 1, got 0"),
         (lambda: llmk.nn.MultiTokenAttention(4, 4, (3,)), r"kernel_size: expected an int or two, got \(3,\)"),

@@ -153,7 +153,7 @@ def _rows(N: int, count: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tens
 
 
 WIDEST: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]], str]] = {
-    "add_rms_norm 12288": (functional.add_rms_norm, lambda: _rows(12288, 2), "backward"),
+    "add_rms_norm 8192": (functional.add_rms_norm, lambda: _rows(8192, 2), "backward"),
     "add_rms_norm 8192, float32": (functional.add_rms_norm, lambda: _rows(8192, 2, torch.float32), "backward"),
     "rms_norm 8192, float32": (functional.rms_norm, lambda: _rows(8192, 1, torch.float32), "backward"),
     "rms_norm_gated 8192": (functional.rms_norm_gated, lambda: _rows(8192, 2), "backward"),

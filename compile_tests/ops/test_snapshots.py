@@ -187,7 +187,7 @@ backward:
   aten.mm
   aten.mm
   aten.mm
-  rms_norm_backward_kernel[48, 1, 1]
+  rms_norm_backward_kernel[2, 1, 1]
   sum_partials_kernel[2, 1, 1]""",
         )
 

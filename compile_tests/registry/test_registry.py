@@ -339,13 +339,13 @@ RMS_NORM = "; rms_norm takes input, weight, eps, *, offset"
             lambda: llmk.functional.linear_logprobs(x, x, t, w),
             "linear_logprobs: too many positional arguments; linear_logprobs takes input, linear_weight, target, *, "
             "linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size, logits_dtype, "
-            "support, add_tail, vocab_start, num_classes, group_name",
+            "support, add_tail, entropy, vocab_start, num_classes, group_name",
         ),
         (
             lambda: llmk.functional.linear_logprobs(x, x, t, logits_dtype="bfloat16"),
             "logits_dtype: expected a torch.dtype, got str; linear_logprobs takes input, linear_weight, target, *, "
             "linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size, logits_dtype, "
-            "support, add_tail, vocab_start, num_classes, group_name",
+            "support, add_tail, entropy, vocab_start, num_classes, group_name",
         ),
         (lambda: llmk.functional.rms_norm(None), "input: expected a tensor, got None" + RMS_NORM),
         (lambda: llmk.functional.rms_norm(x, w, "1e-6"), "eps: expected a number, got str" + RMS_NORM),

@@ -80,6 +80,20 @@ def test_nothing_past_the_count_is_read(name: str, chunk_size: int, counted: int
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("name", ["fused_linear_ce", "linear_logprobs"])
+def test_blocks_of_many_tokens_stop_where_logits_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no tile of logits has written is in no gradient: here it is NaN."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        target = torch.randint(0, V, (384,)).masked_fill(torch.arange(384) % 4 == 0, -100)
+        x, weight = torch.randn(384, H, dtype=torch.bfloat16), torch.randn(V, H, dtype=torch.bfloat16)
+        sample = Sample((x, weight, target), {}, why="384 tokens, every fourth ignored")
+        require_accurate(OPS[name], sample, call(OPS[name], sample))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("options", [{"reduction": "none"}, {"softcap": 3.0}, {"label_smoothing": 0.1}], ids=str)
 def test_a_bias_sums_no_row_past_the_count(options: dict[str, Any], ends: list[int]) -> None:
     target = torch.randint(0, V, (N,)).masked_fill(torch.arange(N) % 3 == 0, -100)

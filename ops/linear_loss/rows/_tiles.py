@@ -38,6 +38,7 @@ class Tile:
 
 
 FEW_BLOCKS = 8
+INTERPRETED_ROWS = 16
 
 
 def interpreted_block(least: int, size: int) -> int:
@@ -51,7 +52,7 @@ def logits_tile(V: int, device: torch.device) -> Tile:
     H100, 4096 rows, of cuBLAS's time for the bare product: 128 x 256 x 64 1.02 to 1.06, 256 x 128 1.16, 128 x 128 1.21.
     """
     if INTERPRET:
-        return Tile(16, interpreted_block(64, V), 16, 4, 1)
+        return Tile(INTERPRETED_ROWS, interpreted_block(64, V), 16, 4, 1)
     if shared_memory(device) >= SMALL_SHARED_MEMORY:
         return Tile(128, COLUMNS, 64, 8, 3)
     return Tile(64, COLUMNS, 32, 8, 2)
@@ -71,10 +72,15 @@ GRADIENT_TILES = {
 """The time of an element of each tile, of that of the first one: H200, contractions of 32000 to 262144."""
 
 
-def gradient_tile(rows: int, columns: int, depth: int, device: torch.device) -> Tile:
-    """Return the tile of a gradient with so many rows and columns, a product over `depth`."""
+def gradient_tile(rows: int, columns: int, depth: int | None, device: torch.device) -> Tile:
+    """Return the tile of a gradient with so many rows and columns, a product over `depth`; None where that is of rows.
+
+    A block of rows reaches no further than the tile of logits in which the last one is that counts: beyond P is not
+    written.
+    """
     if INTERPRET:
-        return Tile(interpreted_block(16, rows), 32, interpreted_block(16, depth), 4, 1)
+        block = INTERPRETED_ROWS if depth is None else interpreted_block(16, depth)
+        return Tile(interpreted_block(16, rows), 32, block, 4, 1)
     if shared_memory(device) < SMALL_SHARED_MEMORY:
         return Tile(64, 128, 32, 8, 2)
     return _cheapest(rows, columns, num_programs(device, 1))[0]

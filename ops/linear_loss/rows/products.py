@@ -291,7 +291,7 @@ def weight_gradient(
 ) -> None:
     """Write P^T (r x), times `scale` where given, to `total [V, H]`, or add it to what is there, rounded once."""
     V, H = total.shape
-    tile = gradient_tile(V, H, p.shape[0], p.device)
+    tile = gradient_tile(V, H, None, p.device)
     described = describable(p) and describable(scaled)
     # A float32 tile stored through a descriptor needs as much shared memory as the operands.
     total_described = described and total.dtype == p.dtype and describable(total)
