@@ -73,7 +73,7 @@ def linear_logprobs_reference(
         logprobs = torch.cat((logprobs, torch.where(counts.any(-1), tail, zero).unsqueeze(-1)), -1)
     else:
         logprobs = logprobs.view(target.shape)
-    return logprobs, torch.where(counts.any(-1), entropies, zero) if entropy else logprobs.new_empty((0,))
+    return logprobs, torch.where(counts.any(-1), entropies, zero) if entropy else logprobs.flatten()[:0]
 
 
 def _in_support(support: Tensor, V: int) -> Tensor:

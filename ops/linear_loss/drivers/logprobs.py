@@ -270,7 +270,7 @@ class LogprobsOps:
         if shape != tokens and (call.target.dim() != call.input.dim() or shape[:-1] != tokens or shape[-1] == 0):
             raise ValueError(f"target: expected shape {tokens}, or {tokens} and K candidates, got {shape}")
         logprobs, entropy, *_ = self.forward(call)
-        return as_given(logprobs), as_given(entropy if call.entropy else entropy.detach())
+        return as_given(logprobs), as_given(entropy)
 
 
 def check_k(k: int) -> None:
