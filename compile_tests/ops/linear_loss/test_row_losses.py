@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from llmk.accuracy.rule import accuracy_violation
+from llmk.ops.linear_loss.fused_linear_preference import PreferenceCall
 from llmk.ops.loss.ce_tvd import ce_tvd_reference
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 
@@ -206,3 +207,16 @@ def test_classes_of_equal_logits(device: torch.device) -> None:
 
     exact = gradient(ce_tvd_reference, x.double(), y.double())
     assert (gradient(ops.ce_tvd, x, y).double() - exact).abs().max() <= 2.5 * 2**-24
+
+
+def test_a_loss_whose_tensors_are_not_skipped_with_its_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new loss that leaves the targets where they are would take those of other tokens, in 16 bits on a GPU alone."""
+    inputs = torch.randn(2, 2, 3, 8), torch.randn(10, 8), torch.randint(0, 10, (2, 2, 3))
+    with monkeypatch.context() as patched:
+        patched.setattr(PreferenceCall, "token_tensors", ("target",))
+        with pytest.raises(TypeError, match=r"PreferenceCall.token_tensors: expected \('input', 'target', 'support'\)"):
+            ops.fused_linear_preference(*inputs)
+        patched.setattr(PreferenceCall, "token_tensors", ("input", "target", "support", "ref_logps"))
+        with pytest.raises(TypeError, match="and more only where a group is one token"):
+            ops.fused_linear_preference(*inputs)
+    assert ops.fused_linear_preference(*inputs)[0].isfinite()

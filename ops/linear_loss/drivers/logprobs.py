@@ -8,6 +8,7 @@ whole groups the logits are made once, else all of them come first. Where tokens
 come first in each chunk of whole groups, instead of in the batch.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -398,10 +399,20 @@ class GroupsCall(LogprobsCall):
 
     @classmethod
     def checked(cls, arguments: Mapping[str, Any]) -> Self:
-        return super().checked(with_shard(arguments))
+        """Check the arguments, and that tokens which are skipped are skipped in all that the loss reads.
+
+        Raises:
+            TypeError: `token_tensors` leaves out a tensor of tokens, or has more where groups are of several.
+        """
+        call = super().checked(with_shard(arguments))
+        own, found = LogprobsCall.token_tensors.fget(call), call.token_tensors  # type: ignore[attr-defined]
+        if not set(own) <= set(found) or (not call.tokens_are_groups and set(found) != set(own)):
+            expected = f"{own}, and more only where a group is one token"
+            raise TypeError(f"{cls.__name__}.token_tensors: expected {expected}, got {found}")
+        return call
 
     @property
-    def group(self) -> torch.Size:
+    def group(self) -> tuple[int, ...]:
         """The shape of a group of tokens, () for a single token."""
         raise NotImplementedError
 
@@ -416,7 +427,7 @@ class GroupsCall(LogprobsCall):
     @property
     def group_rows(self) -> int:
         """The number of tokens of a group."""
-        return self.group.numel()
+        return math.prod(self.group)
 
     @property
     def tokens_are_groups(self) -> bool:
