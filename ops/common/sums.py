@@ -43,18 +43,23 @@ def sum_partials_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK
     tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
+WIDE = {"BLOCK_P": 8, "BLOCK_N": 256, "num_warps": 8}
+
+
 def _tile(N: int) -> dict[str, int]:
     # Narrow blocks of columns make enough programs; wide rows have enough anyway and read longer runs.
-    block_p, block_n = (64, 32) if N <= 8192 else (8, 256)
-    return {"BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": 8}
+    return {"BLOCK_P": 64, "BLOCK_N": 32, "num_warps": 8} if N <= 8192 else WIDE
 
 
-def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum float32 `[P, ...]` over its first axis in a fixed order and round once to `dtype`: `[...]`."""
+def sum_partials(partials: Tensor, dtype: torch.dtype, *, of_tokens: bool = False) -> Tensor:
+    """Sum float32 `[P, ...]` over its first axis in a fixed order and round once to `dtype`: `[...]`.
+
+    Sums `of_tokens` take one tile for any number of them, which thus share a graph.
+    """
     P, *shape = partials.shape
     N = math.prod(shape)
     out = empty(shape, dtype, partials.device)
-    tile = _tile(N)
+    tile = WIDE if of_tokens else _tile(N)
     wrap_triton(sum_partials_kernel)[(cdiv(N, tile["BLOCK_N"]),)](partials, out, P, N, **tile)
     return out
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from llmk.ops.common.rows import as_rows
 from llmk.ops.common.samples import normal_resized
+from llmk.ops.common.sums import sum_partials
 from llmk.ops.streams.tiles import check_streams, check_weights, tile_of
 from llmk.registry import Cost, KernelOp, Sample, cdiv, empty, jit, public_op, wrap_triton
 
@@ -82,7 +83,7 @@ def _read_streams_bwd(grad: Tensor, streams: Tensor, weights: Tensor) -> tuple[T
     wrap_triton(read_streams_backward_kernel)[grid](
         dy, x, weights.contiguous(), dx, partials, H, dy.stride(0), x.stride(0), **tile
     )
-    return dx, partials.sum(0).to(weights.dtype)  # of each token, whose number no launch depends on
+    return dx, sum_partials(partials, weights.dtype, of_tokens=True)
 
 
 read_streams_fwd = KernelOp(_read_streams_fwd, launch_cached=True)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from llmk.ops.common.rows import as_rows
 from llmk.ops.common.samples import normal_resized
+from llmk.ops.common.sums import sum_partials
 from llmk.ops.streams.tiles import check_streams, check_weights, tile_of
 from llmk.registry import Cost, KernelOp, Sample, cdiv, check_parameter, empty, jit, public_op, wrap_triton
 
@@ -102,8 +103,8 @@ def _write_streams_bwd(
         dy, x, f, weights.contiguous(), mix.contiguous(), dx, df, dq, dmix,
         H, dy.stride(0), x.stride(0), f.stride(0), **tile,
     )  # fmt: skip
-    # Sums of each token, whose number no launch depends on.
-    return dx, df, dq.sum(0).to(weights.dtype), dmix.sum(0).to(mix.dtype)
+    dweights, dmix = (sum_partials(each, like.dtype, of_tokens=True) for each, like in ((dq, weights), (dmix, mix)))
+    return dx, df, dweights, dmix
 
 
 write_streams_fwd = KernelOp(_write_streams_fwd, launch_cached=True)
