@@ -54,12 +54,14 @@ def test_rows_whose_loss_is_so_many_nats(name: str, dtype: torch.dtype, device: 
     x, weight, _ = head(len(NATS), dtype)
     bias = torch.zeros(V)
     bias[: len(NATS)] = -torch.tensor(NATS, dtype=torch.float32)
-    args = (each.to(device) for each in (x, weight, torch.arange(len(NATS))))
-    sample = sample_of(name, *args, linear_bias=bias.to(device, dtype), chunk_size=4)
-    found = call(OPS[name], sample)
-    require_accurate(OPS[name], sample, found)
-    loss = found.outputs[0].detach().abs().cpu()
-    assert (loss >= torch.tensor(NATS, dtype=torch.float32) - 1).all()
+    args = tuple(each.to(device) for each in (x, weight, torch.arange(len(NATS))))
+    # Sums with entropies are relative to a logit of each tile, those without to the target's.
+    for options in ({}, {"entropy": False}) if name == "linear_logprobs" else ({},):
+        sample = sample_of(name, *args, linear_bias=bias.to(device, dtype), chunk_size=4, **options)
+        found = call(OPS[name], sample)
+        require_accurate(OPS[name], sample, found)
+        loss = found.outputs[0].detach().abs().cpu()
+        assert (loss >= torch.tensor(NATS, dtype=torch.float32) - 1).all()
 
 
 def of_hidden(number: float) -> dict[str, Any]:
