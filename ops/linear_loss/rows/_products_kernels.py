@@ -310,64 +310,20 @@ def statistics_kernel(
 
 @jit
 def coefficients_kernel(
-    stats_ptr, mask_ptr, own_ptr, slope_ptr, grad_ptr, lse_grad_ptr, out_ptr, M, stats_stride, grad_stride, factor,
-    least, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Compute what exponentials are multiplied by to be gradients, what their own columns hold, and what that loses.
-
-    Out is `[3, M]`: r, the rest of the own class's gradient, and its entry in P, of which r times is that gradient.
-    """
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = rows < M
-    counts = tl.load(mask_ptr + rows, mask=inside, other=0) != 0
-    factor, least = tl.cast(factor, tl.float32), tl.cast(least, tl.float32)
-    rest = tl.load(stats_ptr + stats_stride + rows, mask=counts, other=0.0)
-    own = tl.load(stats_ptr + 2 * stats_stride + rows, mask=counts, other=1.0)
-    scale = tl.load(stats_ptr + 4 * stats_stride + rows, mask=counts, other=1.0)
-    total = own + rest
-    slope = factor
-    if slope_ptr is not None:
-        slope = tl.load(slope_ptr + rows, mask=counts, other=0.0)
-    g = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    if grad_ptr is not None:
-        g = tl.load(grad_ptr + rows * grad_stride, mask=counts, other=0.0)
-    entry = g * rest / total * slope
-    r = -g / total * (factor * scale)
-    stored = -rest / scale
-    if slope_ptr is not None:
-        stored *= slope
-    if lse_grad_ptr is not None:
-        f = tl.load(lse_grad_ptr + rows, mask=counts, other=0.0)
-        entry += f * own / total * slope
-        r += f / total * (factor * scale)
-        smallest = tl.abs(entry) * least * scale / total
-        r = tl.where(tl.abs(r) < smallest, smallest, r)
-        stored = tl.where(r == 0.0, 0.0, entry / r)
-    column = tl.load(own_ptr + rows, mask=inside, other=-1)
-    lost = entry - r * stored.to(tl.bfloat16).to(tl.float32)
-    tl.store(out_ptr + rows, r, mask=inside)
-    tl.store(out_ptr + M + rows, tl.where(column >= 0, lost, 0.0), mask=inside)
-    tl.store(out_ptr + 2 * M + rows, stored, mask=inside)
-
-
-@jit
-def gradient_coefficients_kernel(
     stats_ptr, mask_ptr, own_ptr, y_ptr, slope_ptr, class_weight_ptr, size_ptr, grad_ptr, entropy_grad_ptr,
-    lse_grad_ptr, weighted_grad_ptr, out_ptr, M, stats_stride, grad_stride, factor, FLOAT16: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    lse_grad_ptr, weighted_grad_ptr, out_ptr, M, stats_stride, grad_stride, factor, least,
+    EXPONENTIALS: tl.constexpr, FLOAT16: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Compute for rows of one class what `coefficients` of `softmax.py` does, and what is read beside P.
 
     Out is `[7, M]`: a row's reference, a, b and u, over its size; r, what rounding its own entry loses, and that entry,
-    of which r times is the own class's gradient.
+    of which r times is the own class's gradient. With EXPONENTIALS in P, a is in r, and the first four are not written.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < M
     counts = tl.load(mask_ptr + rows, mask=inside, other=0) != 0
-    reference = tl.load(stats_ptr + rows, mask=counts, other=0.0)
     rest = tl.load(stats_ptr + stats_stride + rows, mask=counts, other=0.0)
     own = tl.load(stats_ptr + 2 * stats_stride + rows, mask=counts, other=1.0)
-    moment = tl.load(stats_ptr + 3 * stats_stride + rows, mask=counts, other=0.0)
     column = tl.load(own_ptr + rows, mask=inside, other=-1)
     g = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if grad_ptr is not None:
@@ -376,12 +332,13 @@ def gradient_coefficients_kernel(
     if lse_grad_ptr is not None:
         f = tl.load(lse_grad_ptr + rows, mask=counts, other=0.0)
     total = own + rest
-    p, mean = own / total, moment / total
+    p = own / total
     a, b, u = f - g, tl.zeros((BLOCK_M,), dtype=tl.float32), tl.zeros((BLOCK_M,), dtype=tl.float32)
     entry = g * (rest / total) + p * f
     if entropy_grad_ptr is not None:
+        mean = tl.load(stats_ptr + 3 * stats_stride + rows, mask=counts, other=0.0) / total
         h = tl.load(entropy_grad_ptr + rows, mask=counts, other=0.0)
-        distance = tl.load(y_ptr + rows, mask=counts, other=0.0) - reference
+        distance = tl.load(y_ptr + rows, mask=counts, other=0.0) - tl.load(stats_ptr + rows, mask=counts, other=0.0)
         entry -= h * tl.where(p > 0.0, p * (distance - mean), 0.0)
         a += h * mean
         b = -h / total
@@ -394,19 +351,32 @@ def gradient_coefficients_kernel(
     slope = r
     if slope_ptr is not None:
         slope = tl.load(slope_ptr + rows, mask=counts, other=0.0)
-    if size_ptr is not None:
-        size = tl.load(size_ptr + rows, mask=inside, other=1.0)
-        a, b, u, r = a / size, b / size, u / size, r * size
     entry *= slope
-    stored = entry / r
+    if EXPONENTIALS:
+        scale = tl.load(stats_ptr + 4 * stats_stride + rows, mask=counts, other=1.0)
+        r = a * (r * scale)
+        if lse_grad_ptr is not None:
+            smallest = tl.abs(entry) * tl.cast(least, tl.float32) * scale / total
+            r = tl.where(tl.abs(r) < smallest, smallest, r)
+            stored = tl.where(r == 0.0, 0.0, entry / r)
+        else:
+            stored = -rest / scale
+            if slope_ptr is not None:
+                stored *= slope
+    else:
+        if size_ptr is not None:
+            size = tl.load(size_ptr + rows, mask=inside, other=1.0)
+            a, b, u, r = a / size, b / size, u / size, r * size
+        stored = entry / r
+        reference = tl.load(stats_ptr + rows, mask=counts, other=0.0)
+        tl.store(out_ptr + rows, tl.where(counts, reference, float("inf")), mask=inside)
+        tl.store(out_ptr + M + rows, a, mask=inside)
+        tl.store(out_ptr + 2 * M + rows, b, mask=inside)
+        tl.store(out_ptr + 3 * M + rows, u, mask=inside)
     UNIT: tl.constexpr = 32768.0 if FLOAT16 else 1.0
     LOW: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
     rounded = (stored * UNIT).to(LOW).to(tl.float32) / UNIT
     lost = tl.where(counts & (column >= 0), entry - r * rounded, 0.0)
-    tl.store(out_ptr + rows, tl.where(counts, reference, float("inf")), mask=inside)
-    tl.store(out_ptr + M + rows, a, mask=inside)
-    tl.store(out_ptr + 2 * M + rows, b, mask=inside)
-    tl.store(out_ptr + 3 * M + rows, u, mask=inside)
     tl.store(out_ptr + 4 * M + rows, tl.where(counts, r, 0.0), mask=inside)
     tl.store(out_ptr + 5 * M + rows, lost, mask=inside)
     tl.store(out_ptr + 6 * M + rows, stored, mask=inside)

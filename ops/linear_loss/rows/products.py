@@ -28,7 +28,6 @@ from llmk.ops.linear_loss.rows._products_kernels import (
     classes_kernel,
     coefficients_kernel,
     combine_kernel,
-    gradient_coefficients_kernel,
     input_gradient_kernel,
     logits_kernel,
     put_entries_kernel,
@@ -214,40 +213,28 @@ class OwnClasses(NamedTuple):
     slope: Tensor | None  # float32 [M], dy / dz of it; None where that is the factor that all logits have in common
 
 
-def exponential_coefficients(stats: Tensor, own: OwnClasses, grads: RowGradients, factor: float) -> Tensor:
-    """Return r, what rounding the own entries loses, and these, `[3, M]`, where exponentials are the gradient.
-
-    Args:
-        stats: The rows' statistics, `[5, M]`.
-        own: The rows' own classes.
-        grads: The gradients of log-probabilities and logsumexps.
-        factor: The part of dy / dz that all logits have in common.
-    """
-    M = own.column.shape[0]
-    out = empty((3, M), torch.float32, stats.device)
-    grad = None if grads.logprobs is None else grads.logprobs.squeeze(1)
-    wrap_triton(coefficients_kernel)[(cdiv(M, 128),)](
-        stats, own.mask, own.column, own.slope, grad, grads.logsumexp, out, M, stats.stride(0),
-        0 if grad is None else grad.stride(0), factor, LEAST_FACTOR, BLOCK_M=128, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-def gradient_coefficients(
-    stats: Tensor, own: OwnClasses, weights: Weights, grads: RowGradients, size: Tensor | None
-) -> Tensor:
+def coefficients(
+    stats: Tensor, own: OwnClasses, weights: Weights, grads: RowGradients, size: Tensor | None = None, *,
+    exponentials: bool,
+) -> Tensor:  # fmt: skip
     """Return numbers `[4, M]` of `Rows` for gradients, r, what rounding the own entries loses, and these: `[7, M]`.
 
-    Each row has one class, and its numbers are over its size, where given.
+    Args:
+        stats: The statistics `[5, M]` of rows with one class each.
+        own: These classes.
+        weights: What the logits are of.
+        grads: The gradients of the rows' results.
+        size: The numbers are over the rows' sizes `[M]`.
+        exponentials: P has exponentials that are the gradient: the first four numbers are not written.
     """
     M = own.column.shape[0]
     out = empty((7, M), torch.float32, stats.device)
     grad = None if grads.logprobs is None else grads.logprobs.squeeze(1)
     others = (None if each is None else each.contiguous() for each in (grads.entropy, grads.logsumexp, grads.weighted))
-    wrap_triton(gradient_coefficients_kernel)[(cdiv(M, 128),)](
+    wrap_triton(coefficients_kernel)[(cdiv(M, 128),)](
         stats, *own, weights.class_weight, size, grad, *others, out, M, stats.stride(0),
-        0 if grad is None else grad.stride(0), weights.transform.factor,
-        FLOAT16=weights.weight.dtype == torch.float16, BLOCK_M=128, num_warps=4,
+        0 if grad is None else grad.stride(0), weights.transform.factor, LEAST_FACTOR,
+        EXPONENTIALS=exponentials, FLOAT16=weights.weight.dtype == torch.float16, BLOCK_M=128, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -199,19 +199,18 @@ class KernelProjection:
             products.combine_listed(parts, listed, place, out, weighted=weights.class_weight is not None)
 
     def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
-        factor = self.weights.transform.factor
-        out = products.exponential_coefficients(stats.values, chunk.own_classes, grads, factor)
-        return RowMatrix(p, out[:2], out[2])
+        out = products.coefficients(stats.values, chunk.own_classes, self.weights, grads, exponentials=True)
+        return RowMatrix(p, out[4:6], out[6])
 
     def made(self, chunk: Chunk, stats: Statistics, grads: RowGradients, size: Tensor | None, p: Tensor) -> RowMatrix:
         """Make the gradient of the logits of a chunk whose rows have one class, over each row's size where given."""
-        out = products.gradient_coefficients(stats.values, chunk.own_classes, self.weights, grads, size)
+        out = products.coefficients(stats.values, chunk.own_classes, self.weights, grads, size, exponentials=False)
         self._make_gradients(chunk, out[:4], grads.weighted is not None, p)
         return RowMatrix(p, out[4:6], out[6])
 
     def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
-        factor = self.weights.transform.factor
-        return products.exponential_coefficients(stats.values, chunk.own_classes, RowGradients(None), factor)[2]
+        grads = RowGradients(None)
+        return products.coefficients(stats.values, chunk.own_classes, self.weights, grads, exponentials=True)[6]
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
         reference = reference.masked_fill(~chunk.mask, float("inf"))
