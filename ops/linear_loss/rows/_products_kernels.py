@@ -104,12 +104,14 @@ def is_other(cols, limit, own):
 def logits_kernel(
     x, w, p, bias_ptr, class_weight_ptr, row_ptr, own_ptr, count_ptr, place_ptr, part_ptr, out_ptr, first_out_ptr,
     K, M, V, H, x_stride, w_stride_v, w_stride_h, p_stride, inner, outer, softcap,
-    GRADIENTS: tl.constexpr, MOMENTS: tl.constexpr, DIRECT: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr,
-    DESCRIBED: tl.constexpr, P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr,
-    PIECES: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    GRADIENTS: tl.constexpr, LOGITS: tl.constexpr, MOMENTS: tl.constexpr, DIRECT: tl.constexpr, ROUNDED: tl.constexpr,
+    FLOAT16: tl.constexpr, DESCRIBED: tl.constexpr, P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr,
+    PROGRAMS: tl.constexpr, PIECES: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles of x W^T, and of their rows either exponentials with their sums, or GRADIENTS.
+
+    With LOGITS p gets the transformed logits instead of exponentials, in float32.
 
     `row [4, M]` has the rows' references and the coefficients of gradients; a reference of +inf is a row that does not
     count. `part [4, tiles, M]` gets the sums of exponentials, the largest logit of the tile, with MOMENTS their
@@ -154,6 +156,8 @@ def logits_kernel(
         has_others = 1 if PIECES > 2 else tl.max((is_own | (limit < first_col + BLOCK_N)).to(tl.int32), axis=0)
         if PIECES == 8:
             pieces = column_eighths(z)
+        elif PIECES == 4:
+            pieces = column_quarters(z)
         elif PIECES == 2:
             pieces = column_halves(z)
         else:
@@ -191,7 +195,7 @@ def logits_kernel(
                 else:
                     weighted += tl.sum(tl.where(others, class_weight * y, 0.0), axis=1)
             if p is not None:
-                stored = (value * slope * SCALE).to(LOW)
+                stored = y if LOGITS else (value * slope * SCALE).to(LOW)
                 if P_DESCRIBED:
                     p.store([first_row, col], stored)
                 else:
@@ -462,7 +466,10 @@ def input_gradient_kernel(
     DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of r (P W) + e W_t, `factor [2, M]` r and e, in the rows of dx that `place` says."""
+    """Compute a tile of r (P W) + e W_t, `factor [2, M]` r and e, in the rows of dx that `place` says.
+
+    Without own columns t there is no second term.
+    """
     end = tl.load(count_ptr)
     tiles_m, tiles_n = tl.cdiv(end, BLOCK_M), tl.cdiv(H, BLOCK_N)
     tile = tl.program_id(0)
@@ -478,16 +485,17 @@ def input_gradient_kernel(
     )  # fmt: skip
     rows, cols = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
     inside = rows < end
-    r = tl.load(factor_ptr + rows, mask=inside, other=0.0)
-    e = tl.load(factor_ptr + M + rows, mask=inside, other=0.0)
-    own = tl.load(own_ptr + rows, mask=inside, other=-1).to(tl.int64)
+    dx *= tl.load(factor_ptr + rows, mask=inside, other=0.0)[:, None]
     place = rows.to(tl.int64)
     if place_ptr is not None:
         place = tl.load(place_ptr + rows, mask=inside, other=0)
-    offsets = cols[None, :].to(tl.int64) * w_stride_h
-    has_own = (own >= 0)[:, None] & (cols < H)[None, :]
-    w_t = tl.load(weight_ptr + own[:, None] * w_stride_v + offsets, mask=has_own, other=0.0).to(tl.float32)
-    dx = dx * r[:, None] + w_t * e[:, None]
+    if own_ptr is not None:
+        e = tl.load(factor_ptr + M + rows, mask=inside, other=0.0)
+        own = tl.load(own_ptr + rows, mask=inside, other=-1).to(tl.int64)
+        offsets = cols[None, :].to(tl.int64) * w_stride_h
+        has_own = (own >= 0)[:, None] & (cols < H)[None, :]
+        w_t = tl.load(weight_ptr + own[:, None] * w_stride_v + offsets, mask=has_own, other=0.0).to(tl.float32)
+        dx += w_t * e[:, None]
     mask = inside[:, None] & (cols < H)[None, :]
     tl.store(dx_ptr + place[:, None] * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
+from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.rows._classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.plan import Plan
-from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, Weights
+from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE
 from llmk.ops.linear_loss.rows.projection import (
     LARGEST_EXPONENT,
     Chunk,
@@ -31,7 +31,6 @@ from llmk.ops.linear_loss.rows.projection import (
     MatrixProjection,
     RowMatrix,
     matrix,
-    projection_of,
 )
 from llmk.ops.linear_loss.rows.softmax import (
     STATISTICS,
@@ -60,11 +59,9 @@ class SoftmaxRows:
 
     Attributes:
         compacted: Which tokens the rows are.
-        weights: The linear layer, its transform, and the class weights of `RowResults.weighted`.
-        shard: The classes of this rank; None for all.
+        projection: The linear layer, its transform, and the class weights of `RowResults.weighted`.
         classes: `[N, K]`, int32 or int64.
         ignore_index: A class that does not count.
-        by_kernels: On a GPU, where 16-bit rows take kernels.
         moments: The entropy is asked for.
         leaves_out_own: A row's class is left out of its sums; else they are of all classes.
         with_tail: The log-probability of all classes that are not a row's, together, is asked for.
@@ -72,18 +69,14 @@ class SoftmaxRows:
     """
 
     compacted: CompactedTokens
-    x: Tensor  # [N, H]
-    weights: Weights
-    shard: VocabShard | None
+    projection: KernelProjection | MatrixProjection
     classes: Tensor
     ignore_index: int
     plan: Plan
-    by_kernels: bool
     moments: bool = False
     leaves_out_own: bool = True
     with_tail: bool = False
     support: Tensor | None = None  # ids, [N, L]
-    projection: KernelProjection | MatrixProjection = field(init=False)
     numbering: Numbering = field(init=False)
     _support: Support | None = field(init=False, default=None)
     _all: tuple[Chunk, Classes] | None = field(init=False, default=None)
@@ -91,9 +84,8 @@ class SoftmaxRows:
     _ends: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.projection = projection_of(self.x, self.weights, self.shard, self.by_kernels)
-        self.classes = self.classes.contiguous()
-        own = self.weights.weight.shape[0]
+        self.x, self.weights, self.shard = self.projection.x, self.projection.weights, self.projection.shard
+        self.classes, own = self.classes.contiguous(), self.projection.V
         first, of_all = (0, own) if self.shard is None else (self.shard.first_class, self.shard.num_classes)
         self.numbering = Numbering(self.ignore_index, first, of_all)
         if self.support is not None:
@@ -112,7 +104,7 @@ class SoftmaxRows:
     def row_matrix(self) -> Tensor:
         """Return an uninitialized P for the rows of a chunk."""
         rows = min(self.plan.chunk_rows, self.x.shape[0])
-        return matrix(rows, self.weights.weight.shape[0], self.projection.p_dtype, self.x.device)
+        return matrix(rows, self.projection.V, self.projection.p_dtype, self.x.device)
 
     def chunk(self, rows: slice) -> tuple[Chunk, Classes]:
         """Return some rows and their classes."""
@@ -163,7 +155,7 @@ class SoftmaxRows:
             y_left_out = classes.y.masked_fill(~others, float("-inf"))
         slope_own = None if classes.slopes is None else classes.own(classes.slopes)
         reference = torch.where(mask, reference, float("inf"))  # which says that a row does not count
-        return Chunk(rows, mask, self._count(rows), own, y_own, reference, slope_own, left_out, y_left_out), classes
+        return Chunk(rows, self._count(rows), mask, own, y_own, reference, slope_own, left_out, y_left_out), classes
 
     def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Statistics, RowResults, Tensor]:
         """Return a chunk's statistics, its results, and if the own class is the largest; write exponentials to P."""
@@ -226,13 +218,13 @@ class SoftmaxRows:
         lost = own_entry - row_factor * ((own_stored * unit).to(p.dtype).float() / unit)
         factors = torch.stack((row_factor, lost.masked_fill(chunk.own < 0, 0.0)))
         if self.has_one_class:
-            return RowMatrix(p, factors, own_stored)
+            return RowMatrix(p, factors, chunk.own, own_stored)
         if self._support is not None:
             own = self._support.entries(chunk, classes, stats, grads)
             columns = columns.masked_fill(self._support.cuts(chunk.rows).unsqueeze(-1), -1)
             columns = torch.cat((columns, own[0]), -1)
             stored = torch.cat((stored, own[1] / (size * factor).unsqueeze(-1)), -1)
-        return RowMatrix(p, factors, own_stored, columns.contiguous(), stored.contiguous())
+        return RowMatrix(p, factors, chunk.own, own_stored, columns.contiguous(), stored.contiguous())
 
     def _power_of_two(self, grads: RowGradients, like: Tensor) -> Tensor:
         """Return powers of two `[M]` that no element of a row's gradient exceeds."""
@@ -360,4 +352,4 @@ def second_pass(
             part = p[: block.stop - block.start]
         made = rows.matrix_of(chunk, classes, of_rows, grads, part, serves)
         # Exponentials that are kept have the entries already: another backward pass may read them.
-        gradients.add(chunk, replace(made, holds_own=True) if serves else made)
+        gradients.add(chunk, replace(made, own_stored=None) if serves else made)

@@ -77,12 +77,12 @@ class Rows(NamedTuple):
     """Some rows of a projection, x `[M, H]`, contiguous in its last dimension, of which the first `end` count.
 
     `numbers [4, M]` has their references and the coefficients of `gradients`, and `own` the column of the class that is
-    left out, negative for none.
+    left out, negative for none; gradients may have no such column.
     """
 
     x: Tensor
     numbers: Tensor  # float32
-    own: Tensor  # int32 [M]
+    own: Tensor | None  # int32 [M]
     end: Tensor  # int32 [1]
 
 
@@ -105,9 +105,9 @@ class Weights(NamedTuple):
 
 def launch_logits(
     rows: Rows, weights: Weights, p: Tensor | None, parts: Tensor | None = None, *, moments: bool = False,
-    gradients: bool = False, place: Tensor | None = None, left_out: Tensor | None = None,
+    gradients: bool = False, logits: bool = False, place: Tensor | None = None, left_out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write to P `[M, V]` exponentials, and their sums to `parts`, or gradients.
+    """Write to P `[M, V]` exponentials, and their sums to `parts`, or gradients; or transformed logits, in float32.
 
     With `place` the rows are those of all others, and P has all. Columns `left_out [M, K]`, int32 and in their order,
     negative for none, are not in the sums.
@@ -123,7 +123,7 @@ def launch_logits(
     # sums corrected tile by tile, 1.08, 1.12 and 1.23 (benchmarks/results/vocabulary-products-h200.json).
     flatten = described and left_out is None
     # Few registers are left beside two tiles, coefficients or a cap.
-    pieces = 8 if capped else 2 if flatten or gradients else 1
+    pieces = 8 if capped else 4 if logits else 2 if flatten or gradients else 1
     programs = tiles
     if place is not None:  # there are mostly no rows: starting a program for each tile would take longer than to end
         programs = min(tiles, num_programs(rows.x.device, 4))
@@ -138,7 +138,8 @@ def launch_logits(
         0 if left_out is None else left_out.shape[1], rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(),
         0 if p is None else p.stride(0),
         *transform.numbers,
-        GRADIENTS=gradients, MOMENTS=moments, DIRECT=are_direct(moments, left_out), ROUNDED=transform.rounded,
+        GRADIENTS=gradients, LOGITS=logits, MOMENTS=moments,
+        DIRECT=not logits and are_direct(moments, left_out), ROUNDED=transform.rounded,
         FLOAT16=rows.x.dtype == torch.float16,
         DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET,
         PROGRAMS=programs, PIECES=pieces, FLATTEN=flatten, **tile.arguments(),
