@@ -117,6 +117,7 @@ def test_numbers_that_are_not_finite(dtype: torch.dtype, device: torch.device) -
     bias[[3, 130, 399]] = torch.tensor([2.0, nan, inf], device=device, dtype=dtype)
     logprobs, indices, logsumexp = linear_topk(x, weight, 4, linear_bias=bias)
     assert indices.tolist() == [[130, 399, 3, 0]]
+    assert linear_topk(x, weight, 1, linear_bias=bias)[1].tolist() == [[130]]
     assert logprobs.isnan().all()
     assert logsumexp.isnan().all()
     for masked in (torch.full_like(bias, -inf), torch.where(bias.isnan(), 0.0, bias)):  # logsumexp -inf, and inf
