@@ -32,16 +32,21 @@ FUNCTIONS: dict[str, FunctionForm] = {
 """The slots of functions that `patch` knows too, which try what is in a slot."""
 
 
+class Layer(nn.Module):
+    """What stands in a slot: it serves training and `torch.compile`."""
+
+    can_torch_compile = True
+    has_backward = True
+
+
 def _alike(*tensors: Tensor) -> bool:
     """Return True if they are of one dtype, and one that the operators take."""
     return tensors[0].dtype in FLOAT_DTYPES and all(t.dtype == tensors[0].dtype for t in tensors)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """Llama's norm: `weight [H]`, `variance_epsilon`."""
 
-    can_torch_compile = True
-    has_backward = True
     weight: Tensor
     variance_epsilon: float
 
@@ -51,11 +56,9 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-class RMSNormZeroCentered(nn.Module):
+class RMSNormZeroCentered(Layer):
     """Qwen3.5's norm, of `1 + weight`: `weight [H]`, `eps`."""
 
-    can_torch_compile = True
-    has_backward = True
     weight: Tensor
     eps: float
 
@@ -65,11 +68,9 @@ class RMSNormZeroCentered(nn.Module):
         return functional.rms_norm(x, self.weight, self.eps, offset=1.0)
 
 
-class RMSNormGated(nn.Module):
+class RMSNormGated(Layer):
     """Qwen3-Next's norm before a gate: `weight [H]`, `variance_epsilon`, `activation`."""
 
-    can_torch_compile = True
-    has_backward = True
     weight: Tensor
     variance_epsilon: float
     activation: str
@@ -83,11 +84,9 @@ class RMSNormGated(nn.Module):
         )
 
 
-class SoftmaxTopKRouter(nn.Module):
+class SoftmaxTopKRouter(Layer):
     """Qwen3.5-MoE's router: `weight [E, H]`, `top_k`, `hidden_dim`. The weights of a token's experts have sum 1."""
 
-    can_torch_compile = True
-    has_backward = True
     weight: Tensor
     top_k: int
     hidden_dim: int
@@ -111,70 +110,54 @@ def _function(form: FunctionForm) -> Callable[..., Any]:
     return forward
 
 
-class CausalConv1dFn(nn.Module):
+class CausalConv1dFn(Layer):
     """`causal_conv1d_fn` of hybrids: hidden_states `[B, D, T]`, weight `[D, K]`, bias `[D]`."""
 
-    can_torch_compile = True
-    has_backward = True
     forward = _function(FUNCTIONS["causal_conv1d_fn"])
 
 
-class CausalConv1dUpdate(nn.Module):
+class CausalConv1dUpdate(Layer):
     """`causal_conv1d_update` of hybrids: hidden_states `[B, D, 1]`; it updates conv_state `[B, D, S]`."""
 
-    can_torch_compile = True
-    has_backward = True
     forward = _function(FUNCTIONS["causal_conv1d_update"])
 
 
-class ChunkGatedDeltaRule(nn.Module):
+class ChunkGatedDeltaRule(Layer):
     """`chunk_gated_delta_rule` of hybrids: query, key `[B, T, HK, K]`, value `[B, T, H, V]`, g, beta `[B, T, H]`."""
 
-    can_torch_compile = True
-    has_backward = True
     forward = _function(FUNCTIONS["chunk_gated_delta_rule"])
 
 
-class ChunkKDA(nn.Module):
+class ChunkKDA(Layer):
     """`chunk_kda` of Kimi Linear: query, key, value, g `[B, T, H, K]`, beta `[B, T, H]`."""
 
-    can_torch_compile = True
-    has_backward = True
     forward = _function(FUNCTIONS["chunk_kda"])
 
 
-class FusedRecurrentGatedDeltaRule(nn.Module):
+class FusedRecurrentGatedDeltaRule(Layer):
     """`fused_recurrent_gated_delta_rule` of hybrids: the arguments of `chunk_gated_delta_rule`, of one token."""
 
-    can_torch_compile = True
-    has_backward = True
     forward = _function(FUNCTIONS["fused_recurrent_gated_delta_rule"])
 
 
-class FusedRecurrentKDA(nn.Module):
+class FusedRecurrentKDA(Layer):
     """`fused_recurrent_kda` of Kimi Linear: the arguments of `chunk_kda`, of one token."""
 
-    can_torch_compile = True
-    has_backward = True
     forward = _function(FUNCTIONS["fused_recurrent_kda"])
 
 
-class MambaChunkScanCombined(nn.Module):
+class MambaChunkScanCombined(Layer):
     """`mamba_chunk_scan_combined` of Mamba-2: input `[B, T, H, P]`, dt `[B, T, H]`, A `[H]`, B, C `[B, T, G, N]`."""
 
-    can_torch_compile = True
-    has_backward = True
     forward = _function(FUNCTIONS["mamba_chunk_scan_combined"])
 
 
-class MambaSplitConv1dScanCombined(nn.Module):
+class MambaSplitConv1dScanCombined(Layer):
     """Mamba-2's layer in training, from its input's projection on, which goes on to the slots above: this is no other.
 
     The function of this slot has no mask: with it, padding on the left would enter the states.
     """
 
-    can_torch_compile = True
-    has_backward = True
     forward = _function(FUNCTIONS["mamba_split_conv1d_scan_combined"])
 
 
@@ -184,11 +167,9 @@ def _gated(module: Any, x: Tensor, unit: Callable[[Tensor, Tensor], Tensor]) -> 
     return module.down_proj(unit(gate, up) if _alike(gate, up) else module.act_fn(gate) * up)
 
 
-class SwiGLUMLP(nn.Module):
+class SwiGLUMLP(Layer):
     """Llama's feed-forward layer: `gate_proj`, `up_proj`, `down_proj`, `act_fn`."""
 
-    can_torch_compile = True
-    has_backward = True
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
@@ -198,11 +179,9 @@ class SwiGLUMLP(nn.Module):
         return _gated(self, x, functional.swiglu)
 
 
-class GeGLUMLP(nn.Module):
+class GeGLUMLP(Layer):
     """Gemma's feed-forward layer, with the tanh form of GELU: `gate_proj`, `up_proj`, `down_proj`, `act_fn`."""
 
-    can_torch_compile = True
-    has_backward = True
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
@@ -212,11 +191,8 @@ class GeGLUMLP(nn.Module):
         return _gated(self, x, functional.geglu)
 
 
-class RotaryPosEmb(nn.Module):
+class RotaryPosEmb(Layer):
     """Llama's `apply_rotary_pos_emb`: q `[B, HQ, S, D]`, k `[B, HK, S, D]`, cos and sin `[1 or B, S, D]`."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         whole = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] == k.shape[-1]
@@ -225,11 +201,8 @@ class RotaryPosEmb(nn.Module):
         return functional.rope(q, k, cos, sin)
 
 
-class ForCausalLMLoss(nn.Module):
+class ForCausalLMLoss(Layer):
     """transformers' `ForCausalLMLoss`: logits `[B, S, vocab_size]`, labels `[B, S]`; the loss is float32."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(
         self,
