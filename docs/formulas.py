@@ -26,6 +26,9 @@ FORMULAS = {
     "poly_norm": r"y = b + \sum_{k=1}^{3} \frac{w_k\, x^{4-k}}{\mathrm{rms}(x^{4-k})}",
     "dyt": r"y_i = w_i \tanh(\alpha x_i) + b_i",
     "linear_act": r"y = f(x W^\top + b)",
+    "gated_linear": r"y = (f(g) \odot u)\, W^\top + b, \qquad f = \mathrm{silu} \text{ or } \mathrm{gelu}",
+    "rms_norm_linear": r"y_i = W_i\, h, \qquad h = \frac{x}{\sqrt{\frac1K \sum_k x_k^2 + \varepsilon}}"
+    r"\,(w + \mathrm{offset})",
     "gated_delta_rule": r"S_t = D_t + \beta_t\, k_t \left(v_t - D_t^\top k_t\right)^\top, \qquad "
     r"D_t = e^{g_t} S_{t-1} \text{ or } \mathrm{diag}(e^{g_t})\, S_{t-1}, \qquad o_t = s\, S_t^\top q_t",
     "gated_linear_attention": r"S_t = e^{g_t} S_{t-1} + k_t v_t^\top \text{ or } "

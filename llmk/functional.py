@@ -11,6 +11,7 @@ from llmk.ops.experts.moe_experts import moe_experts
 from llmk.ops.experts.moe_permute import moe_permute, moe_unpermute
 from llmk.ops.experts.router_topk import router_topk
 from llmk.ops.experts.router_topk_sums import router_topk_sums
+from llmk.ops.linear.gated_linear import gated_linear
 from llmk.ops.linear.linear_act import linear_act
 from llmk.ops.linear_loss.chunked import VocabSlice, vocab_slice
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
@@ -36,6 +37,7 @@ from llmk.ops.norm.layer_norm import layer_norm
 from llmk.ops.norm.poly_norm import poly_norm
 from llmk.ops.norm.rms_norm import rms_norm
 from llmk.ops.norm.rms_norm_gated import rms_norm_gated
+from llmk.ops.norm.rms_norm_linear import rms_norm_linear
 from llmk.ops.pointwise.add import add
 from llmk.ops.pointwise.dyt import dyt
 from llmk.ops.pointwise.gated_units import geglu, swiglu
@@ -73,6 +75,7 @@ __all__ = [
     "fused_linear_preference",
     "gated_delta_rule",
     "gated_delta_rule_step",
+    "gated_linear",
     "gated_linear_attention",
     "gated_linear_attention_step",
     "geglu",
@@ -96,6 +99,7 @@ __all__ = [
     "rms_linear",
     "rms_norm",
     "rms_norm_gated",
+    "rms_norm_linear",
     "rope",
     "router_topk",
     "router_topk_sums",
