@@ -19,15 +19,16 @@ The backward pass needs no product. Rows gather the tokens that won. For tokens 
 and each token adds up its own in that order: no atomics, and the same inputs give the same bits.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.groups import checked_groups, in_range
+from llmk.ops.common.groups import checked_groups, groups_of, in_range
 from llmk.ops.common.products import product_tile
 from llmk.registry import cdiv, check_dtype, check_same, check_shape, empty, jit, next_power_of_2, wrap_triton
 from llmk.registry.devices import INTERPRET
@@ -54,9 +55,10 @@ class Sequences:
         flat = None if mask is None else mask.reshape(-1).contiguous()
         return cls(name, tokens.reshape(-1, tokens.shape[-1]).contiguous(), *tokens.shape[:2], None, flat)
 
-    def clamped(self) -> "Sequences":
-        """Return the same with ends that a kernel may follow, on a device that the host does not wait for."""
-        return self if self.ends is None else replace(self, ends=in_range(self.ends, self.tokens.shape[0]))
+    @cached_property
+    def ends_in_range(self) -> Tensor | None:
+        """Ends that a kernel may follow, on a device that the host does not wait for."""
+        return None if self.ends is None else in_range(self.ends, self.tokens.shape[0])
 
     def spans(self) -> list[tuple[int, int]]:
         """First token and end of each sequence, on a CPU."""
@@ -82,6 +84,22 @@ def check_sequences(name: str, tokens: Tensor, mask: Tensor | None, offsets: Ten
         check_dtype(f"{name}_mask", mask, (torch.bool,))
         check_shape(f"{name}_mask", mask, tokens.shape[:2], f"the tokens of {name}")
         check_same(f"{name}_mask", mask, name, tokens)
+
+
+def count_of(tokens: Tensor, offsets: Tensor | None) -> int:
+    """The number of sequences."""
+    return tokens.shape[0] if offsets is None else offsets.shape[0]
+
+
+def padded(tokens: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`[N, L, D]` and which of them are tokens `[N, L]`, for references."""
+    if offsets is None:
+        return tokens, tokens.new_ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask
+    groups = groups_of(offsets)
+    longest = max(1, *(end - begin for begin, end in groups))
+    rows = [torch.nn.functional.pad(tokens[a:b], (0, 0, 0, longest - b + a)) for a, b in groups]
+    live = [torch.arange(longest, device=tokens.device) < b - a for a, b in groups]
+    return torch.stack(rows), torch.stack(live)
 
 
 @jit
@@ -206,7 +224,7 @@ def _tile(T: int, D: int, element_size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def maxima(rows: Sequences, sequences: Sequences, *, pairwise: bool = False) -> tuple[Tensor, Tensor]:
+def _maxima(rows: Sequences, sequences: Sequences, *, pairwise: bool = False) -> tuple[Tensor, Tensor]:
     """`best` float32 and winners int32 `[N, T]` of T rows and N sequences.
 
     Where `pairwise`, each of the Q sequences of rows has N / Q sequences of its own, one after the other, and both are
@@ -218,28 +236,28 @@ def maxima(rows: Sequences, sequences: Sequences, *, pairwise: bool = False) -> 
     tile = _tile(rows.length or 64 if pairwise else T, D, rows.tokens.element_size())
     blocks = cdiv(rows.length or 1 if pairwise else T, tile["BLOCK_T"])
     wrap_triton(maxima_kernel)[(N + R if pairwise else N, blocks)](
-        rows.tokens, rows.mask, rows.ends, sequences.tokens, sequences.mask, sequences.ends, best, winners,
-        T, rows.count, rows.length, N, sequences.length, D, PAIRWISE=pairwise, **tile,
+        rows.tokens, rows.mask, rows.ends_in_range, sequences.tokens, sequences.mask, sequences.ends_in_range,
+        best, winners, T, rows.count, rows.length, N, sequences.length, D, PAIRWISE=pairwise, **tile,
     )  # fmt: skip
     return best, winners
 
 
-def sum_of_rows(best: Tensor, rows: Sequences) -> Tensor:
+def _sum_of_rows(best: Tensor, rows: Sequences) -> Tensor:
     """`[Q, R]`: the sums of `best [R, T]` over the rows of each of Q sequences of them."""
     R, T = best.shape
     scores = empty((rows.count, R), torch.float32, best.device)
     wrap_triton(sum_of_rows_kernel)[(rows.count, cdiv(R, 32))](
-        best, rows.ends, scores, R, T, rows.length, BLOCK_R=32, BLOCK_T=32, num_warps=4
+        best, rows.ends_in_range, scores, R, T, rows.length, BLOCK_R=32, BLOCK_T=32, num_warps=4
     )
     return scores
 
 
-def rows_gradient(coef: Tensor, winners: Tensor, tokens: Tensor) -> Tensor:
+def _rows_gradient(coef: Tensor, winners: Tensor, tokens: Tensor) -> Tensor:
     """`[T, D]` in the dtype of `tokens [S, D]`, from the gradient of `best [R, T]`."""
     return _sum_of_winners(coef, winners, tokens, winners.shape[1])
 
 
-def tokens_gradient(coef: Tensor, winners: Tensor, rows: Tensor, S: int) -> Tensor:
+def _tokens_gradient(coef: Tensor, winners: Tensor, rows: Tensor, S: int) -> Tensor:
     """`[S, D]` in the dtype of `rows [T, D]`, from the gradient of `best [R, T]`."""
     ordered, order = torch.sort(winners.reshape(-1), stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(S + 1, dtype=torch.int32, device=rows.device))
@@ -258,8 +276,8 @@ def _sum_of_winners(
     return out
 
 
-def maxima_cpu(rows: Sequences, sequences: Sequences, *, pairwise: bool = False) -> tuple[Tensor, Tensor]:
-    """`maxima` in plain PyTorch: the products of one sequence are in memory at a time."""
+def _maxima_cpu(rows: Sequences, sequences: Sequences, *, pairwise: bool = False) -> tuple[Tensor, Tensor]:
+    """`_maxima` in plain PyTorch: the products of one sequence are in memory at a time."""
     T, R = rows.tokens.shape[0], sequences.count // rows.count if pairwise else sequences.count
     best = torch.full((R, T), float("-inf"), dtype=torch.float32, device=rows.tokens.device)
     winners = torch.full((R, T), -1, dtype=torch.int32, device=rows.tokens.device)
@@ -279,12 +297,12 @@ def maxima_cpu(rows: Sequences, sequences: Sequences, *, pairwise: bool = False)
     return best, winners
 
 
-def sum_of_rows_cpu(best: Tensor, rows: Sequences) -> Tensor:
+def _sum_of_rows_cpu(best: Tensor, rows: Sequences) -> Tensor:
     sums: Sequence[Tensor] = [best[:, begin:end].sum(1) for begin, end in rows.spans()]
     return torch.stack([*sums, best.new_empty(best.shape[0])])[:-1].contiguous()
 
 
-def rows_gradient_cpu(coef: Tensor, winners: Tensor, tokens: Tensor) -> Tensor:
+def _rows_gradient_cpu(coef: Tensor, winners: Tensor, tokens: Tensor) -> Tensor:
     total = torch.zeros((winners.shape[1], tokens.shape[1]), dtype=torch.float32, device=tokens.device)
     for of_rows, won_by in zip(coef, winners, strict=True):
         won = (won_by >= 0).nonzero()[:, 0]
@@ -292,9 +310,23 @@ def rows_gradient_cpu(coef: Tensor, winners: Tensor, tokens: Tensor) -> Tensor:
     return total.to(tokens.dtype)
 
 
-def tokens_gradient_cpu(coef: Tensor, winners: Tensor, rows: Tensor, S: int) -> Tensor:
+def _tokens_gradient_cpu(coef: Tensor, winners: Tensor, rows: Tensor, S: int) -> Tensor:
     total = torch.zeros((S, rows.shape[1]), dtype=torch.float32, device=rows.device)
     for of_rows, won_by in zip(coef, winners, strict=True):
         won = (won_by >= 0).nonzero()[:, 0]
         total.index_add_(0, won_by[won], of_rows[won, None] * rows[won].float())
     return total.to(rows.dtype)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What computes: the launches of kernels, or plain PyTorch on a CPU."""
+
+    maxima: Callable[..., tuple[Tensor, Tensor]]
+    sum_of_rows: Callable[[Tensor, Sequences], Tensor]
+    rows_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    tokens_gradient: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+KERNELS = Implementation(_maxima, _sum_of_rows, _rows_gradient, _tokens_gradient)
+PYTORCH = Implementation(_maxima_cpu, _sum_of_rows_cpu, _rows_gradient_cpu, _tokens_gradient_cpu)

@@ -24,39 +24,24 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmk.ops.common.groups import groups_of
 from llmk.ops.retrieval._maxima import (
+    KERNELS,
+    PYTORCH,
+    Implementation,
     Sequences,
     check_sequences,
-    maxima,
-    maxima_cpu,
-    rows_gradient,
-    rows_gradient_cpu,
-    sum_of_rows,
-    sum_of_rows_cpu,
-    tokens_gradient,
-    tokens_gradient_cpu,
+    count_of,
+    padded,
 )
 from llmk.registry import Cost, KernelOp, Sample, check_flag, check_same, or_no_gradient, public_op, replicate_only
-
-
-def _padded(tokens: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`[N, L, D]` and which of them are tokens `[N, L]`."""
-    if offsets is not None:
-        groups = groups_of(offsets)
-        longest = max(1, *(end - begin for begin, end in groups))
-        rows = [torch.nn.functional.pad(tokens[a:b], (0, 0, 0, longest - b + a)) for a, b in groups]
-        live = [torch.arange(longest, device=tokens.device) < b - a for a, b in groups]
-        return torch.stack(rows), torch.stack(live)
-    return tokens, tokens.new_ones(tokens.shape[:2], dtype=torch.bool) if mask is None else mask
 
 
 def maxsim_reference(
     query: Tensor, document: Tensor, *, query_mask: Tensor | None = None, document_mask: Tensor | None = None,
     query_offsets: Tensor | None = None, document_offsets: Tensor | None = None, pairwise: bool = False,
 ) -> Tensor:  # fmt: skip
-    query, in_query = _padded(query, query_mask, query_offsets)
-    document, in_document = _padded(document, document_mask, document_offsets)
+    query, in_query = padded(query, query_mask, query_offsets)
+    document, in_document = padded(document, document_mask, document_offsets)
     own = (query.shape[0], -1) if pairwise else (1, document.shape[0])
     document, in_document = document.unflatten(0, own), in_document.unflatten(0, own)
     products = query.unsqueeze(1) @ document.mT  # [Q, N, Lq, Ld]
@@ -66,35 +51,24 @@ def maxsim_reference(
     return best.sum(-1, dtype=torch.promote_types(best.dtype, torch.float32))
 
 
-def _maxsim_fwd(
-    query: Tensor,
-    document: Tensor,
-    query_mask: Tensor | None,
-    document_mask: Tensor | None,
-    query_offsets: Tensor | None,
-    document_offsets: Tensor | None,
-    pairwise: bool,
-) -> tuple[Tensor, Tensor]:
-    queries = Sequences.of("query", query, query_mask, query_offsets).clamped()
-    documents = Sequences.of("document", document, document_mask, document_offsets).clamped()
-    best, winners = maxima(queries, documents, pairwise=pairwise)
-    return sum_of_rows(best, queries), winners
+def _forward(
+    impl: Implementation, query: Tensor, document: Tensor, query_mask: Tensor | None, document_mask: Tensor | None,
+    query_offsets: Tensor | None, document_offsets: Tensor | None, pairwise: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    queries = Sequences.of("query", query, query_mask, query_offsets)
+    documents = Sequences.of("document", document, document_mask, document_offsets)
+    best, winners = impl.maxima(queries, documents, pairwise=pairwise)
+    return impl.sum_of_rows(best, queries), winners
 
 
-def _maxsim_bwd(
-    grad: Tensor,
-    query: Tensor,
-    document: Tensor,
-    query_offsets: Tensor | None,
-    winners: Tensor,
-    need_query: bool,
-    need_document: bool,
-) -> tuple[Tensor, Tensor]:
+def _backward(
+    impl: Implementation, grad: Tensor, query: Tensor, document: Tensor, query_offsets: Tensor | None, winners: Tensor,
+    need_query: bool, need_document: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     queries, documents = (x.reshape(-1, x.shape[-1]).contiguous() for x in (query, document))
-    coef = _of_rows(grad, query, query_offsets)
-    dq = rows_gradient(coef, winners, documents).view(query.shape) if need_query else None
-    S = documents.shape[0]
-    dd = tokens_gradient(coef, winners, queries, S).view(document.shape) if need_document else None
+    coef, S = _of_rows(grad, query, query_offsets), documents.shape[0]
+    dq = impl.rows_gradient(coef, winners, documents).view(query.shape) if need_query else None
+    dd = impl.tokens_gradient(coef, winners, queries, S).view(document.shape) if need_document else None
     return or_no_gradient(dq, grad), or_no_gradient(dd, grad)
 
 
@@ -102,7 +76,7 @@ def _of_rows(grad: Tensor, query: Tensor, query_offsets: Tensor | None) -> Tenso
     """`[R, T]`: for each token of the queries the gradient `[Q, R]` of its query, 0 for tokens of none."""
     if query_offsets is None:
         return grad.t().unsqueeze(2).expand(-1, -1, query.shape[1]).flatten(1).contiguous()
-    ends = Sequences.of("query", query, None, query_offsets).clamped().ends
+    ends = Sequences.of("query", query, None, query_offsets).ends_in_range
     assert ends is not None
     tokens = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)
     owner = torch.searchsorted(ends, tokens, right=True)
@@ -110,34 +84,30 @@ def _of_rows(grad: Tensor, query: Tensor, query_offsets: Tensor | None) -> Tenso
     return torch.cat([grad, of_none]).index_select(0, owner).t().contiguous()
 
 
+def _maxsim_fwd(
+    query: Tensor, document: Tensor, query_mask: Tensor | None, document_mask: Tensor | None,
+    query_offsets: Tensor | None, document_offsets: Tensor | None, pairwise: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _forward(KERNELS, query, document, query_mask, document_mask, query_offsets, document_offsets, pairwise)
+
+
+def _maxsim_bwd(
+    grad: Tensor, query: Tensor, document: Tensor, query_offsets: Tensor | None, winners: Tensor, need_query: bool,
+    need_document: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _backward(KERNELS, grad, query, document, query_offsets, winners, need_query, need_document)
+
+
 # A graph keeps each as one node: on a CPU it is a loop over documents.
 maxsim_fwd = KernelOp(_maxsim_fwd, opaque=True)
 maxsim_bwd = KernelOp(_maxsim_bwd, opaque=True)
-
-
-@maxsim_fwd.register_kernel("cpu")
-def _(query, document, query_mask, document_mask, query_offsets, document_offsets, pairwise):
-    queries = Sequences.of("query", query, query_mask, query_offsets)
-    best, winners = maxima_cpu(
-        queries, Sequences.of("document", document, document_mask, document_offsets), pairwise=pairwise
-    )
-    return sum_of_rows_cpu(best, queries), winners
-
-
-@maxsim_bwd.register_kernel("cpu")
-def _(grad, query, document, query_offsets, winners, need_query, need_document):
-    queries, documents = (x.reshape(-1, x.shape[-1]) for x in (query, document))
-    coef = _of_rows(grad, query, query_offsets)
-    dq = rows_gradient_cpu(coef, winners, documents).view(query.shape) if need_query else None
-    S = documents.shape[0]
-    dd = tokens_gradient_cpu(coef, winners, queries, S).view(document.shape) if need_document else None
-    return or_no_gradient(dq, grad), or_no_gradient(dd, grad)
+maxsim_fwd.register_kernel("cpu")(partial(_forward, PYTORCH))
+maxsim_bwd.register_kernel("cpu")(partial(_backward, PYTORCH))
 
 
 @maxsim_fwd.register_fake
 def _(query, document, query_offsets, document_offsets, pairwise):
-    Q, N = (tokens.shape[0] if ends is None else ends.shape[0] for tokens, ends in
-            ((query, query_offsets), (document, document_offsets)))  # fmt: skip
+    Q, N = count_of(query, query_offsets), count_of(document, document_offsets)
     R = N // Q if pairwise else N
     scores = query.new_empty((Q, R), dtype=torch.float32)
     return scores, query.new_empty((R, query.shape[:-1].numel()), dtype=torch.int32)
@@ -145,7 +115,7 @@ def _(query, document, query_offsets, document_offsets, pairwise):
 
 @maxsim_fwd.register_flop_formula
 def _(query, document, query_mask, document_mask, query_offsets, document_offsets, pairwise, out_val=None) -> int:
-    queries = query.shape[0] if pairwise and query_offsets is None else 1
+    queries = count_of(query, query_offsets) if pairwise else 1
     return 2 * query.numel() * document.shape[:-1].numel() // queries
 
 
@@ -206,7 +176,7 @@ def maxsim_cost(
     pairwise: bool = False, **masks: Tensor | None,
 ) -> Cost:  # fmt: skip
     """Winners are written and read beside the tensors; only the forward pass has a product."""
-    Q, N = (len(x) if ends is None else len(ends) for x, ends in ((query, query_offsets), (document, document_offsets)))
+    Q, N = count_of(query, query_offsets), count_of(document, document_offsets)
     tensors = (query.numel() + document.numel()) * query.element_size()
     scores = 4 * (N if pairwise else Q * N)
     pairs = query.shape[:-1].numel() * (N // Q if pairwise and Q else N)
@@ -270,10 +240,7 @@ def maxsim(
     if document.shape[-1] != query.shape[-1]:
         raise ValueError(f"document: expected {query.shape[-1]} features as query has, got {document.shape[-1]}")
     check_flag("pairwise", pairwise)
-    Q, N = (
-        tokens.shape[0] if ends is None else ends.shape[0]
-        for tokens, ends in ((query, query_offsets), (document, document_offsets))
-    )
+    Q, N = count_of(query, query_offsets), count_of(document, document_offsets)
     if pairwise and (Q == 0 or N == 0 or N % Q):
         raise ValueError(f"pairwise: expected as many documents for each query, got {N} documents of {Q} queries")
     scores, _ = maxsim_fwd(query, document, query_mask, document_mask, query_offsets, document_offsets, pairwise)
