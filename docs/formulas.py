@@ -48,6 +48,8 @@ FORMULAS = {
     "linear_logprobs": r"\log\, p_t = z_t - \log \sum_v e^{z_v}, \qquad H = -\sum_v p_v \log\, p_v, \qquad z = W x + b",
     "linear_topk": r"\log\, p_{j_k} = z_{j_k} - \log \sum_v e^{z_v}, \qquad j = \mathrm{topk}(z), \qquad z = W x + b",
     "info_nce": r"\ell = -\frac1N \sum_i \log \frac{e^{q_i \cdot k_i / \tau}}{\sum_j e^{q_i \cdot k_j / \tau}}",
+    "maxsim": r"s_{qn} = \sum_{t \in q} \max_{s \in n} q_t \cdot d_s",
+    "splade_head": r"y_v = \max_s \log(1 + \max(z_{sv}, 0)), \qquad z_s = W x_s + b",
     "fused_linear_jsd": r"\ell = \beta\,\mathrm{KL}(P \parallel M) + (1 - \beta)\,\mathrm{KL}(Q \parallel M), "
     r"\qquad M = \beta P + (1 - \beta) Q",
     "fused_linear_jsd_ce": r"\ell = \beta\,\mathrm{KL}(P \parallel M) + (1 - \beta)\,\mathrm{KL}(Q \parallel M) "

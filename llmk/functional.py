@@ -45,6 +45,8 @@ from llmk.ops.pointwise.relu_squared import relu_squared
 from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule
 from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention
 from llmk.ops.recurrence.steps import gated_delta_rule_step, gated_linear_attention_step
+from llmk.ops.retrieval.maxsim import maxsim
+from llmk.ops.retrieval.splade_head import splade_head
 from llmk.ops.rotary.qk_norm_rope import qk_norm_rope
 from llmk.ops.rotary.rope import rope
 from llmk.ops.softmax.attention_residual import attention_residual
@@ -89,6 +91,7 @@ __all__ = [
     "linear_act",
     "linear_logprobs",
     "linear_topk",
+    "maxsim",
     "moe_experts",
     "moe_permute",
     "moe_unpermute",
@@ -106,6 +109,7 @@ __all__ = [
     "sinkhorn",
     "softmax",
     "sparsemax",
+    "splade_head",
     "swiglu",
     "tvd",
     "vocab_parallel_linear_ce",
