@@ -9,6 +9,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # tests run side by side, one on each c
 
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -54,6 +55,12 @@ def _refuse_masks_of_numbers() -> None:
             return original(self, *args, **named)
 
         setattr(InterpreterBuilder, name, strict)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Interpreted, files in which no test depends on the kernels' code are not imported."""
+    tests = INTERPRET and collection_path.is_file()
+    return True if tests and "mark.kernels" not in collection_path.read_text() else None
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

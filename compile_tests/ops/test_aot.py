@@ -123,16 +123,56 @@ def _compile(launch: Launch, target: str, scalars: str = "fp32") -> CompiledKern
 @each_target
 @each_op
 def test_every_kernel_compiles(name: str, target: str, build: str) -> None:
+    """On sm_90 the process that has built a kernel looks at its code, too."""
     launches = _launches(name, target, build)
     assert bool(launches) != all(op.is_plain for op in OPS[name].kernel_ops)
     for launch in launches:
-        _require_fits(launch, target)
+        compiled = _require_fits(launch, target)
+        if target == "sm_90":
+            _require_good_code(compiled, launch)
+    if target == "sm_90":
+        _require_conversions_alone(launches)
+        _require_no_float_constants([*launches, *_recorded(name, torch.bfloat16, "samples", build)])
+        for launch in _workload_launches(name, build):
+            _, spilled = aot.resource_usage(_compile(launch, target))
+            assert not spilled, f"{spilled} bytes: {aot.describe(launch)}"
 
 
-def _require_fits(launch: Launch, target: str) -> None:
+def _require_fits(launch: Launch, target: str) -> CompiledKernel:
     compiled = _compile(launch, target)
     assert compiled.asm["hsaco" if target.startswith("gfx") else "cubin"]
     assert compiled.metadata.shared <= aot.SHARED_MEMORY[target], aot.describe(launch)
+    # Triton gives a block four warps where a launch does not say.
+    assert launch.kwargs.get("num_warps", 4) * aot.TARGETS[target].warp_size <= THREADS, aot.describe(launch)
+    return compiled
+
+
+def _require_good_code(compiled: CompiledKernel, launch: Launch) -> None:
+    about, asm = aot.describe(launch), compiled.asm
+    # The registers describe what a warp group's products read from shared memory.
+    assert not undefined_descriptors(compiled), f"a register is read that nothing wrote: {about}"
+    assert ".f64" not in asm["ptx"], f"arithmetic in double precision: {about}"
+    # Triton 3.6 may let each thread add up whole rows, value after value, to save a conversion between layouts.
+    assert _pairs_of_sums(asm["ttgir"]) <= _pairs_of_sums(asm["ttir"]), f"a pair of sums is made twice: {about}"
+
+
+def _pairs_of_sums(code: str) -> int:
+    return len(re.findall(r'"tt\.reduce"\(%\S+, ', code))
+
+
+def _require_conversions_alone(launches: list[Launch]) -> None:
+    """Inductor passes float arguments as doubles, which each kernel converts before it computes."""
+    with_floats = {launch.kernel: launch for launch in launches if any(isinstance(a, float) for a in launch.args)}
+    for launch in with_floats.values():
+        ptx = _compile(launch, "sm_90", scalars="fp64").asm["ptx"]
+        doubles = {line.split()[0] for line in ptx.splitlines() if ".f64" in line and ".param" not in line}
+        assert doubles <= {".reg", "cvt.rn.f32.f64"}, aot.describe(launch)
+
+
+def _require_no_float_constants(launches: list[Launch]) -> None:
+    """A schedule of `beta`, `softcap` or a temperature would build the kernel again for each value."""
+    for launch in launches:
+        assert not any(isinstance(value, float) for value in launch.kwargs.values()), aot.describe(launch)
 
 
 def _of_recurrence() -> tuple[Tensor, ...]:
@@ -177,58 +217,6 @@ def test_what_fills_shared_memory_fits_where_there_is_less(call: str, target: st
     assert launches
     for launch in aot.distinct(launches, aot.TARGETS[target]):
         _require_fits(launch, target)
-
-
-@each_target
-def test_every_block_has_room_for_its_threads(target: str, build: str) -> None:
-    most = THREADS // aot.TARGETS[target].warp_size
-    launches = [launch for name in OPS for launch in _launches(name, target, build)]
-    # Triton gives a block four warps where a launch does not say.
-    assert not [aot.describe(launch) for launch in launches if launch.kwargs.get("num_warps", 4) > most]
-
-
-@each_op
-def test_no_register_is_read_that_nothing_wrote(name: str, build: str) -> None:
-    """The registers describe what a warp group's products read from shared memory."""
-    for launch in _launches(name, "sm_90", build):
-        assert not undefined_descriptors(_compile(launch, "sm_90")), aot.describe(launch)
-
-
-@each_op
-def test_arithmetic_is_not_in_double_precision(name: str, build: str) -> None:
-    for launch in _launches(name, "sm_90", build):
-        assert ".f64" not in _compile(launch, "sm_90").asm["ptx"], aot.describe(launch)
-
-
-def _pairs_of_sums(code: str) -> int:
-    return len(re.findall(r'"tt\.reduce"\(%\S+, ', code))
-
-
-@each_op
-def test_no_pair_of_sums_is_made_twice(name: str, build: str) -> None:
-    """Triton 3.6 may let each thread add up whole rows, value after value, to save a conversion between layouts."""
-    for launch in _launches(name, "sm_90", build):
-        asm = _compile(launch, "sm_90").asm
-        assert _pairs_of_sums(asm["ttgir"]) <= _pairs_of_sums(asm["ttir"]), aot.describe(launch)
-
-
-@each_op
-def test_float_arguments_are_only_converted_where_inductor_passes_doubles(name: str, build: str) -> None:
-    seen = set()
-    for launch in _launches(name, "sm_90", build):
-        if launch.kernel in seen or not any(isinstance(argument, float) for argument in launch.args):
-            continue
-        seen.add(launch.kernel)
-        ptx = _compile(launch, "sm_90", scalars="fp64").asm["ptx"]
-        doubles = {line.split()[0] for line in ptx.splitlines() if ".f64" in line and ".param" not in line}
-        assert doubles <= {".reg", "cvt.rn.f32.f64"}, aot.describe(launch)
-
-
-@each_op
-def test_workloads_do_not_spill(name: str, build: str) -> None:
-    launches = _workload_launches(name, build)
-    usage = {aot.describe(launch): aot.resource_usage(_compile(launch, "sm_90")) for launch in launches}
-    assert not {launch: spilled for launch, (_, spilled) in usage.items() if spilled}
 
 
 def test_samples_and_workloads_reach_every_kernel(build: str) -> None:

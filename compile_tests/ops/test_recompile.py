@@ -4,14 +4,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from compile_tests.helpers.aot import forward_and_backward, gradients_wanted
 from compile_tests.helpers.stub_driver import stub_driver
 from llmk import functional
 from llmk.opcheck.calls import call
 from llmk.registry import OPS
 from llmk.registry.devices import INTERPRET
-from llmk.registry.launch import record_launches
-from llmk.registry.private.tensors import FakeTensorMode
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: operators are opaque")
 
@@ -40,23 +37,6 @@ def test_every_size_symbolic(name: str) -> None:
     fn = torch.compile(lambda *a, **k: op.overload(*a, **k), backend="aot_eager", fullgraph=True, dynamic=True)
     with stub_driver():
         call(op, op.resized(37, torch.device("cpu"), torch.bfloat16), fn=fn)
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_no_kernel_has_a_float_for_a_constant(name: str) -> None:
-    """A schedule of `beta`, `softcap` or a temperature would build the kernel again for each value."""
-    op = OPS[name]
-    with FakeTensorMode(), record_launches() as launches:
-        for sample in op.samples(torch.device("cpu"), torch.bfloat16):
-            forward_and_backward(op, sample, next(gradients_wanted(op, sample)))
-    floats = {
-        (launch.kernel.fn.__name__, *item)
-        for launch in launches
-        for item in launch.kwargs.items()
-        if isinstance(item[1], float)
-    }
-    assert bool(launches) != all(kernel_op.is_plain for kernel_op in op.kernel_ops)
-    assert not floats
 
 
 def test_python_functions_do_not_share_their_limit_of_recompilations() -> None:

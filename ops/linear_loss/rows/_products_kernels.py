@@ -387,6 +387,25 @@ def coefficients_kernel(
 
 
 @jit
+def exponentials_kernel(
+    e_ptr, p_ptr, scale_ptr, a_ptr, b_ptr, u_ptr, class_weight_ptr, count_ptr, V, e_stride, p_stride,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Compute E (a + b log E) + u w of some columns of a row, E its exponentials times a scale."""
+    row = tl.program_id(1).to(tl.int64)
+    if row >= tl.load(count_ptr):
+        return
+    cols = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = cols < V
+    e = tl.load(e_ptr + row * e_stride + cols, mask=mask, other=0.0).to(tl.float32) * tl.load(scale_ptr + row)
+    # An exponential that is 0 has no logarithm, and 0 times infinity would be NaN.
+    value = e * (tl.load(a_ptr + row) + tl.load(b_ptr + row) * tl.log(tl.where(e > 0.0, e, 1.0)))
+    if class_weight_ptr is not None:
+        value += tl.load(u_ptr + row) * tl.load(class_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(p_ptr + row * p_stride + cols, value.to(p_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
 def classes_kernel(
     x_ptr, w_ptr, bias_ptr, id_ptr, column_ptr, counts_ptr, y_ptr, slope_ptr, K, V, H, x_stride, w_stride_v,
     w_stride_h, ignore_index, first_class, num_classes, inner, outer, softcap,

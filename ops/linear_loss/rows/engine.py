@@ -7,8 +7,9 @@ scaled, are what the products of the gradients read. Three products in all.
 Where it is not, or each row has an incoming gradient of its own, a first pass gives all results and a second one the
 gradients: of exponentials that were kept, or with the logits made once more.
 
-So they are made again within a chunk where the gradient is no multiple of the exponentials: that of an entropy, of
-label smoothing, of float16, whose range holds no exponentials, and over supports.
+Where the gradient is no multiple of the exponentials, that of an entropy and of label smoothing, one pass over them
+makes it. Logits are made again within a chunk where that is not enough: with a cap, whose slope is not known any more,
+in float16, whose range holds no exponentials, for several classes of a row, and over supports.
 """
 
 import math
@@ -180,28 +181,33 @@ class SoftmaxRows:
         return self.has_one_class and self.projection.keeps_exponentials
 
     def exponentials_serve(self, grads: RowGradients) -> bool:
-        """Return True if exponentials that are stored give the gradient."""
-        return self.stores_exponentials and grads.is_scaled_exponentials
+        """Return True if exponentials that are stored give the gradient, as they are or after one pass over them."""
+        serves = grads.is_scaled_exponentials or not self.transform.softcap  # a cap's slope is in them
+        return self.stores_exponentials and grads.tail is None and serves
 
     def matrix_of(
-        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, p: Tensor, exponentials: bool
+        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, p: Tensor, e: Tensor | None
     ) -> RowMatrix:  # fmt: skip
-        """Return what the products of the gradients read, given P with the exponentials or to be made."""
-        if exponentials:
-            return self.projection.exponentials(chunk, stats, grads, p)
+        """Return what the products of the gradients read, made in p.
+
+        Exponentials e that serve may be there already; without them the logits are made again.
+        """
+        if e is not None and grads.is_scaled_exponentials:
+            return self.projection.exponentials(chunk, stats, grads, e)
         if self.has_one_class and isinstance(self.projection, KernelProjection):
             size = None if p.dtype != torch.float16 else self._power_of_two(grads.masked(classes.counts), stats.rest)
-            return self.projection.made(chunk, stats, grads, size, p)
+            return self.projection.made(chunk, stats, grads, size, p, e)
         grads = grads.masked(classes.counts)
         is_own = torch.zeros_like(classes.counts)
         if self.leaves_out_own:
             is_own = (classes.ids == classes.own(classes.ids).unsqueeze(1)) & classes.counts
         class_weight = self.weights.of_classes(classes.columns)
         row = coefficients(stats, classes.y, grads, classes.ids, is_own, class_weight, classes.distinct)
-        return self._made_matrix(chunk, classes, stats, grads, row, p)
+        return self._made_matrix(chunk, classes, stats, grads, row, p, e)
 
     def _made_matrix(
-        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, row: Coefficients, p: Tensor
+        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, row: Coefficients, p: Tensor,
+        e: Tensor | None,
     ) -> RowMatrix:  # fmt: skip
         """Make the gradient of a chunk's logits; float16 takes a power of two out of each row."""
         factor, (reference, a, b, entries), u = self.transform.factor, row, grads.weighted
@@ -210,7 +216,10 @@ class SoftmaxRows:
         if p.dtype == torch.float16:
             size = self._power_of_two(grads, a)
             a, b, u = a / size, b / size, None if u is None else u / size
-        self.projection.gradients(chunk, reference, a, b, u, p)
+        if e is None:
+            self.projection.gradients(chunk, reference, a, b, u, p)
+        else:
+            self.projection.from_exponentials(chunk, e, stats.scale, (a, b, u), p)
         row_factor = (size * factor).masked_fill(~classes.counts.any(-1), 0.0)
         columns, stored = classes.columns, entries / (size * factor).unsqueeze(-1)
         own_entry, own_stored = classes.own(entries), classes.own(stored)
@@ -311,7 +320,7 @@ def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) ->
         parts.add(stats, results, largest)
         grads = objective.gradients(block, results)
         serves = rows.exponentials_serve(grads)
-        gradients.add(chunk, rows.matrix_of(chunk, classes, stats, grads, part, serves))
+        gradients.add(chunk, rows.matrix_of(chunk, classes, stats, grads, part, part if serves else None))
     return parts
 
 
@@ -337,19 +346,17 @@ def second_pass(
 ) -> None:
     """Make the gradients, given the statistics `[5, N]` of a first pass and a function for those of the results.
 
-    Exponentials that were kept serve as they are where they do.
+    Exponentials that were kept are read where they serve, and stay: another backward pass may read them.
     """
     p: Tensor | None = None
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
         of_rows = Statistics(stats[:, block])
         grads = row_gradients(block, of_rows)
-        serves = kept is not None and rows.exponentials_serve(grads)
-        if kept is not None and serves:
-            part = kept[block]
+        e = kept[block] if kept is not None and rows.exponentials_serve(grads) else None
+        if e is not None and grads.is_scaled_exponentials:  # the entries are there already
+            made = replace(rows.matrix_of(chunk, classes, of_rows, grads, e, e), own_stored=None)
         else:
             p = rows.row_matrix() if p is None else p
-            part = p[: block.stop - block.start]
-        made = rows.matrix_of(chunk, classes, of_rows, grads, part, serves)
-        # Exponentials that are kept have the entries already: another backward pass may read them.
-        gradients.add(chunk, replace(made, own_stored=None) if serves else made)
+            made = rows.matrix_of(chunk, classes, of_rows, grads, p[: block.stop - block.start], e)
+        gradients.add(chunk, made)

@@ -28,6 +28,7 @@ from llmk.ops.linear_loss.rows._products_kernels import (
     classes_kernel,
     coefficients_kernel,
     combine_kernel,
+    exponentials_kernel,
     input_gradient_kernel,
     logits_kernel,
     put_entries_kernel,
@@ -238,6 +239,22 @@ def coefficients(
         EXPONENTIALS=exponentials, FLOAT16=weights.weight.dtype == torch.float16, BLOCK_M=128, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def gradients_of_exponentials(
+    e: Tensor, scale: Tensor, numbers: tuple[Tensor, Tensor, Tensor | None], class_weight: Tensor | None, p: Tensor,
+    count: Tensor,
+) -> None:  # fmt: skip
+    """Write E (a + b log E) + u w to P `[M, V]`, given E / scale, which P may be, and the rows' a, b and u.
+
+    Without a u there is no w. What it reads and writes takes 3% of the time of three products of 4096 features, where
+    the logits made again would take a third.
+    """
+    (M, V), (a, b, u), block = e.shape, numbers, 4096
+    wrap_triton(exponentials_kernel)[(cdiv(V, block), M)](
+        e, p, scale, a, b, u, None if u is None else class_weight, count, V, e.stride(0), p.stride(0),
+        BLOCK_V=block, num_warps=8,
+    )  # fmt: skip
 
 
 def scale_rows(

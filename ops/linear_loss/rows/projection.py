@@ -105,6 +105,12 @@ class Projection(Protocol):
         """Write E (a + b log E) + u w to P, with the exponentials E relative to the references."""
         ...
 
+    def from_exponentials(
+        self, chunk: Chunk, e: Tensor, scale: Tensor, numbers: tuple[Tensor, Tensor, Tensor | None], p: Tensor
+    ) -> None:
+        """Write the same to P where E is `scale` times the exponentials e, which P may be; numbers are a, b and u."""
+        ...
+
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
         """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
         ...
@@ -221,10 +227,19 @@ class KernelProjection:
         out = products.coefficients(stats.values, chunk.own_classes, self.weights, grads, exponentials=True)
         return RowMatrix(p, out[4:6], chunk.own, out[6])
 
-    def made(self, chunk: Chunk, stats: Statistics, grads: RowGradients, size: Tensor | None, p: Tensor) -> RowMatrix:
-        """Make the gradient of the logits of a chunk whose rows have one class, over each row's size where given."""
+    def made(
+        self, chunk: Chunk, stats: Statistics, grads: RowGradients, size: Tensor | None, p: Tensor, e: Tensor | None
+    ) -> RowMatrix:  # fmt: skip
+        """Make the gradient of the logits of a chunk whose rows have one class, over each row's size where given.
+
+        It is made of exponentials e where they are given.
+        """
         out = products.coefficients(stats.values, chunk.own_classes, self.weights, grads, size, exponentials=False)
-        self._make_gradients(chunk, out[:4], grads.weighted is not None, p)
+        if e is None:
+            self._make_gradients(chunk, out[:4], grads.weighted is not None, p)
+        else:
+            u = None if grads.weighted is None else out[3]
+            self.from_exponentials(chunk, e, stats.scale, (out[1], out[2], u), p)
         return RowMatrix(p, out[4:6], chunk.own, out[6])
 
     def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
@@ -255,6 +270,12 @@ class KernelProjection:
             products.launch_logits(of_rows, self.weights, out, parts, logits=True)
         sums, _ = products.combined(parts, of_rows, moments=False, weighted=False, direct=False)
         return sums[:2], parts
+
+    def from_exponentials(
+        self, chunk: Chunk, e: Tensor, scale: Tensor, numbers: tuple[Tensor, Tensor, Tensor | None], p: Tensor
+    ) -> None:
+        if self.V > 0:
+            products.gradients_of_exponentials(e, scale, numbers, self.weights.class_weight, p, chunk.count)
 
     def _make_gradients(self, chunk: Chunk, numbers: Tensor, weighted: bool, p: Tensor) -> None:
         weights = self.weights if weighted else self.weights._replace(class_weight=None)
@@ -392,6 +413,16 @@ class MatrixProjection:
             value += u.unsqueeze(-1) * self.weights.class_weight.float()
         value = value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0)
         p.copy_(value if slope is None else value * slope)
+
+    def from_exponentials(
+        self, chunk: Chunk, e: Tensor, scale: Tensor, numbers: tuple[Tensor, Tensor, Tensor | None], p: Tensor
+    ) -> None:
+        e = e * scale.unsqueeze(-1)
+        a, b, u = (None if each is None else each.unsqueeze(-1) for each in numbers)
+        value = torch.where(e > 0, e * (a + b * e.log()), e * a)
+        if u is not None and self.weights.class_weight is not None:
+            value += u * self.weights.class_weight.float()
+        p.copy_(value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0))
 
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
         """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
