@@ -44,6 +44,7 @@ MISSING = object()
 PART = "llmk_part"
 """The name of a part of the module in the facts about it, after the one that finds it."""
 PLAIN = (nn.Parameter, Tensor, type(None))
+LINEAR = nn.Linear.forward
 
 
 class Fact(NamedTuple):
@@ -191,7 +192,7 @@ def recomputes() -> bool:
 
 def is_plain_linear(module: Any, x: Tensor) -> bool:
     """Return True for PyTorch's linear layer that nobody looks at, whose weight wants a gradient, for an x it takes."""
-    if type(module) is not nn.Linear or is_hooked(module):
+    if type(module) is not nn.Linear or nn.Linear.forward is not LINEAR or is_hooked(module):
         return False
     weight, bias = module.weight, module.bias
     if type(weight) not in PLAIN or type(bias) not in PLAIN or hasattr(weight, "ds_id") or not weight.requires_grad:

@@ -33,14 +33,14 @@ class MadeOf(NamedTuple):
 
 def made_of(output: Tensor, input: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
     """Return a norm's output, which says what it was made of where a backward pass may come."""
-    if recomputes():
+    if type(output) is Tensor and recomputes():
         setattr(output, MADE_OF, MadeOf(input, weight, eps, offset, (version_of(input), version_of(output))))
     return output
 
 
 def projections(x: Any, *linears: Any) -> list[Any]:
     """What linear layers give for x."""
-    norm = getattr(x, MADE_OF, None)
+    norm = getattr(x, MADE_OF, None) if type(x) is Tensor and recomputes() else None
     if norm is None or not _reads_norm(x, norm, linears):
         return [linear(x) for linear in linears]
     outputs: list[Any] = []
@@ -52,9 +52,8 @@ def projections(x: Any, *linears: Any) -> list[Any]:
 
 
 def _reads_norm(x: Tensor, norm: MadeOf, linears: tuple[Any, ...]) -> bool:
-    if not recomputes() or norm.versions != (version_of(norm.input), version_of(x)):
-        return False
-    return all(is_plain_linear(linear, x) and linear.bias is None for linear in linears)
+    same = norm.versions == (version_of(norm.input), version_of(x))
+    return same and all(is_plain_linear(linear, x) and linear.bias is None for linear in linears)
 
 
 @dataclass(frozen=True)

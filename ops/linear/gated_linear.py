@@ -226,6 +226,10 @@ def gated_linear_cost(
     resized=normal_resized(lambda rows: ((rows, 48), (rows, 48), (40, 48), (40,))),
     workloads=gated_linear_workloads,
     cost=gated_linear_cost,
+    batch_dependent={
+        "output 0": "h @ W^T is cuBLAS's, which chooses by the number of rows",
+        **{f"gradient of {name}": "dy @ W is cuBLAS's, which may split the sum of few rows" for name in ("gate", "up")},
+    },
     choices=(
         "the product with the gate is made again backward, by the kernel that reads gate and up anyway: 16,384 "
         "bytes of each token less are kept in a Llama layer of intermediate size 8192",

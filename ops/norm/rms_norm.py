@@ -56,13 +56,15 @@ def _rms_norm_bwd(
     return norm.backward(grad, None, input, weight, ms, eps, offset, need_weight)
 
 
-def norm_ops(name: str) -> tuple[KernelOp, KernelOp]:
+def norm_ops(name: str, *, launch_cached: bool) -> tuple[KernelOp, KernelOp]:
     """Return the kernel ops `_NAME_fwd`, which gives y and ms, and `_NAME_bwd` of a public op."""
     # In a graph it is PyTorch's own operations, which Inductor fuses with the sums around it and computes again for
     # the backward pass, so that y is not kept; the backward pass is the kernel. Longer rows Inductor reads from memory
     # twice.
-    forward = KernelOp(_rms_norm_fwd, name=f"_{name}_fwd", launch_cached=True, decomposed=norm.inductor_reads_once)
-    backward = KernelOp(_rms_norm_bwd, name=f"_{name}_bwd", launch_cached=True)
+    forward = KernelOp(
+        _rms_norm_fwd, name=f"_{name}_fwd", launch_cached=launch_cached, decomposed=norm.inductor_reads_once
+    )
+    backward = KernelOp(_rms_norm_bwd, name=f"_{name}_bwd", launch_cached=launch_cached)
 
     @forward.register_kernel("cpu")
     def _(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -79,7 +81,7 @@ def norm_ops(name: str) -> tuple[KernelOp, KernelOp]:
     return forward, backward
 
 
-rms_norm_fwd, rms_norm_bwd = norm_ops("rms_norm")
+rms_norm_fwd, rms_norm_bwd = norm_ops("rms_norm", launch_cached=True)
 
 
 def rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -109,16 +109,18 @@ def _linear_bwd(
     return dh, dws[0], dws[1], dws[2]
 
 
-norm_fwd, norm_bwd = norm_ops("rms_norm_linear_norm")
+norm_fwd, norm_bwd = norm_ops("rms_norm_linear_norm", launch_cached=False)  # of a call that has products too
 rms_norm_linear_fwd = KernelOp(_linear_fwd, name="_rms_norm_linear_fwd")
 rms_norm_linear_bwd = KernelOp(_linear_bwd, name="_rms_norm_linear_bwd")
 
 
 @rms_norm_linear_fwd.register_kernel("cpu")
 def _(normed, input, weight, eps, offset, *weights) -> tuple[Tensor, Tensor, Tensor]:
-    h = normed.float()
-    products = (h[..., :0] if w is None else torch.nn.functional.linear(h, w.float()) for w in weights)
-    y1, y2, y3 = (each.to(normed.dtype).contiguous() for each in products)
+    h, outputs = _rows(normed).float(), _outputs(normed, weights)
+    for w, y in zip(weights, outputs, strict=True):
+        if w is not None:
+            y.view(h.shape[0], w.shape[0]).copy_(h @ w.float().t())
+    y1, y2, y3 = outputs
     return y1, y2, y3
 
 
@@ -230,6 +232,10 @@ def rms_norm_linear_cost(
     resized=normal_resized(lambda rows: ((rows, 48), (48,), (40, 48), (24, 48), (24, 48))),
     workloads=rms_norm_linear_workloads,
     cost=rms_norm_linear_cost,
+    batch_dependent={
+        **{f"output {i}": "the products are cuBLAS's, which chooses by the number of rows" for i in range(3)},
+        "gradient of input": "dy @ W is cuBLAS's, which may split the sum of few rows",
+    },
     choices=(
         "the norm is made again backward, by the kernel that made it: 8,192 bytes of each token less are kept in a "
         "Llama layer of hidden size 2048, whose two norms five linear layers read",
