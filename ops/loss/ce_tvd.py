@@ -146,9 +146,10 @@ def ce_tvd_backward_kernel(
 
 
 def _options(x: Tensor) -> dict[str, int]:
-    # A guess: half of what cross entropy takes, for two tensors and four sums.
+    # H200, bfloat16, forward and backward of 4096 rows of 32,000 and 128,256 classes: 0.73 and 2.54 ms, with blocks of
+    # 2048 and 8 warps 0.73 and 2.78. Short rows are a guess.
     V = x.shape[1]
-    block, warps = (min(1024, next_power_of_2(V)), 2) if V <= 8192 else (2048, 4)
+    block, warps = min(1024, next_power_of_2(V)), 2 if V <= 8192 else 4
     return {"EXACT": x.dtype == torch.float32, "NUM_STATS": STATS, "BLOCK_V": block, "num_warps": warps}
 
 
