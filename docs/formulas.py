@@ -26,6 +26,9 @@ FORMULAS = {
     "poly_norm": r"y = b + \sum_{k=1}^{3} \frac{w_k\, x^{4-k}}{\mathrm{rms}(x^{4-k})}",
     "dyt": r"y_i = w_i \tanh(\alpha x_i) + b_i",
     "linear_act": r"y = f(x W^\top + b)",
+    "gated_linear": r"y = (f(g) \odot u)\, W^\top + b, \qquad f = \mathrm{silu} \text{ or } \mathrm{gelu}",
+    "rms_norm_linear": r"y_i = W_i\, h, \qquad h = \frac{x}{\sqrt{\frac1K \sum_k x_k^2 + \varepsilon}}"
+    r"\,(w + \mathrm{offset})",
     "gated_delta_rule": r"S_t = D_t + \beta_t\, k_t \left(v_t - D_t^\top k_t\right)^\top, \qquad "
     r"D_t = e^{g_t} S_{t-1} \text{ or } \mathrm{diag}(e^{g_t})\, S_{t-1}, \qquad o_t = s\, S_t^\top q_t",
     "gated_linear_attention": r"S_t = e^{g_t} S_{t-1} + k_t v_t^\top \text{ or } "
@@ -45,6 +48,8 @@ FORMULAS = {
     "linear_logprobs": r"\log\, p_t = z_t - \log \sum_v e^{z_v}, \qquad H = -\sum_v p_v \log\, p_v, \qquad z = W x + b",
     "linear_topk": r"\log\, p_{j_k} = z_{j_k} - \log \sum_v e^{z_v}, \qquad j = \mathrm{topk}(z), \qquad z = W x + b",
     "info_nce": r"\ell = -\frac1N \sum_i \log \frac{e^{q_i \cdot k_i / \tau}}{\sum_j e^{q_i \cdot k_j / \tau}}",
+    "maxsim": r"s_{qn} = \sum_{t \in q} \max_{s \in n} q_t \cdot d_s",
+    "splade_head": r"y_v = \max_s \log(1 + \max(z_{sv}, 0)), \qquad z_s = W x_s + b",
     "fused_linear_jsd": r"\ell = \beta\,\mathrm{KL}(P \parallel M) + (1 - \beta)\,\mathrm{KL}(Q \parallel M), "
     r"\qquad M = \beta P + (1 - \beta) Q",
     "fused_linear_jsd_ce": r"\ell = \beta\,\mathrm{KL}(P \parallel M) + (1 - \beta)\,\mathrm{KL}(Q \parallel M) "

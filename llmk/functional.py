@@ -11,6 +11,7 @@ from llmk.ops.experts.moe_experts import moe_experts
 from llmk.ops.experts.moe_permute import moe_permute, moe_unpermute
 from llmk.ops.experts.router_topk import router_topk
 from llmk.ops.experts.router_topk_sums import router_topk_sums
+from llmk.ops.linear.gated_linear import gated_linear
 from llmk.ops.linear.linear_act import linear_act
 from llmk.ops.linear_loss.chunked import VocabSlice, vocab_slice
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
@@ -36,6 +37,7 @@ from llmk.ops.norm.layer_norm import layer_norm
 from llmk.ops.norm.poly_norm import poly_norm
 from llmk.ops.norm.rms_norm import rms_norm
 from llmk.ops.norm.rms_norm_gated import rms_norm_gated
+from llmk.ops.norm.rms_norm_linear import rms_norm_linear
 from llmk.ops.pointwise.add import add
 from llmk.ops.pointwise.dyt import dyt
 from llmk.ops.pointwise.gated_units import geglu, swiglu
@@ -43,6 +45,8 @@ from llmk.ops.pointwise.relu_squared import relu_squared
 from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule
 from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention
 from llmk.ops.recurrence.steps import gated_delta_rule_step, gated_linear_attention_step
+from llmk.ops.retrieval.maxsim import maxsim
+from llmk.ops.retrieval.splade_head import splade_head
 from llmk.ops.rotary.qk_norm_rope import qk_norm_rope
 from llmk.ops.rotary.rope import rope
 from llmk.ops.softmax.attention_residual import attention_residual
@@ -73,6 +77,7 @@ __all__ = [
     "fused_linear_preference",
     "gated_delta_rule",
     "gated_delta_rule_step",
+    "gated_linear",
     "gated_linear_attention",
     "gated_linear_attention_step",
     "geglu",
@@ -86,6 +91,7 @@ __all__ = [
     "linear_act",
     "linear_logprobs",
     "linear_topk",
+    "maxsim",
     "moe_experts",
     "moe_permute",
     "moe_unpermute",
@@ -96,12 +102,14 @@ __all__ = [
     "rms_linear",
     "rms_norm",
     "rms_norm_gated",
+    "rms_norm_linear",
     "rope",
     "router_topk",
     "router_topk_sums",
     "sinkhorn",
     "softmax",
     "sparsemax",
+    "splade_head",
     "swiglu",
     "tvd",
     "vocab_parallel_linear_ce",

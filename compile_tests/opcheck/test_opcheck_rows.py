@@ -120,7 +120,11 @@ def test_what_a_record_says_of_a_library_is_left_out_on_a_gpu() -> None:
     assert owed(op, rows).results == ("gradient of input",)
     assert owed(record("square", overload=torch.ops.aten.square.default), rows) == rows
     known = {name: set(op.batch_dependent) for name, op in OPS.items() if op.batch_dependent}
-    assert known == {"linear_act": {"output 0", "gradient of input"}}
+    assert known == {
+        "gated_linear": {"output 0", "gradient of gate", "gradient of up"},
+        "linear_act": {"output 0", "gradient of input"},
+        "rms_norm_linear": {"output 0", "output 1", "output 2", "gradient of input"},
+    }
 
 
 def test_a_mean_and_a_single_row_have_none() -> None:

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("transformers")
 
-from llmk.transformers.convolutions import convolution
+from llmk.transformers.convolutions import CausalConv1d
 from llmk.transformers.packing import ids_from_positions, sequence_ids
 
 
@@ -67,14 +67,14 @@ def test_nothing_waits_for_the_device():
 @pytest.mark.parametrize("name", ["seq_idx", "cu_seqlens"])
 def test_one_graph_serves_rows_of_any_lengths(name: str):
     def function(x: Tensor, weight: Tensor, packing: Tensor) -> Tensor:
-        return convolution(x, weight, None, "silu", {name: packing})
+        return CausalConv1d().call(x, weight, None, "silu", **{name: packing})
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     weight = torch.randn(6, 4)
     for lengths in ((5, 1, 9), (4, 3), (2, 2, 2, 2, 30)):
         x = torch.randn(1, 6, sum(lengths))
-        want = torch.cat([convolution(part, weight, None, "silu", {}) for part in x.split(lengths, 2)], 2)
+        want = torch.cat([CausalConv1d().call(part, weight, None, "silu") for part in x.split(lengths, 2)], 2)
         numbers = torch.repeat_interleave(torch.tensor(lengths))[None]
         boundaries = torch.tensor([0, *lengths]).cumsum(0)
         torch.testing.assert_close(compiled(x, weight, numbers if name == "seq_idx" else boundaries), want)

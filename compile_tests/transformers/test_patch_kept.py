@@ -35,11 +35,12 @@ def plain_classes(model: nn.Module) -> bool:
 
 def test_each_kind_can_be_left_out():
     kinds = {"norms": "norm", "mlps": "mlp", "rope": "rope", "residuals": "residual", "loss": "loss", "masks": "mask"}
+    kinds |= {"projections": "projection"}
     model = small_model("Llama")
     for option, kind in kinds.items():
         report = patch(model, **{option: False})
         assert kind not in report.replaced
-        missing = {"norms": 2}.get(option, 1)  # without norms there is nothing that could add a residual
+        missing = {"norms": 3}.get(option, 1)  # without norms nothing could add a residual, or be made again
         assert len(report.replaced) == len(kinds) - missing
         report.unpatch()
         assert plain_classes(model)
@@ -179,9 +180,11 @@ def test_what_the_report_says():
     assert "# llmk_add_norm: llmk.transformers.residuals.add_norm" in report.source("model.layers.0")
     assert "rms_norm" in report.source("model.norm")
     assert "eps=1e-06" in report.source("model.norm")
-    assert (
-        "self.down_proj(llmk_swiglu(self, self.act_fn, gate=self.gate_proj(x), up=self.up_proj(x)))"
-        in report.source("model.layers.0.mlp")
+    assert "llmk_swiglu(self, self.act_fn, gate=llmk_gate_proj, up=llmk_up_proj, then=self.down_proj)" in report.source(
+        "model.layers.0.mlp"
+    )
+    assert "llmk_gate_proj, llmk_up_proj = llmk_projections(x, self.gate_proj, self.up_proj)" in report.source(
+        "model.layers.0.mlp"
     )
     assert "llmk_loss(self" in report.source()
     assert "def forward" in report.source("model.embed_tokens")

@@ -9,7 +9,7 @@ import ast
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,24 +28,34 @@ class FunctionForm:
     Attributes:
         operator: The operator's name.
         positional: How many arguments stand by position in a call that can be replaced.
+        packs: True if the functions are given keywords that they do not name, those of packed rows among them.
     """
 
     operator: ClassVar[str]
     positional: ClassVar[range]
+    packs: ClassVar[bool] = True
 
     def takes(self, names: list[str]) -> bool:
         """Return True if a function with parameters of these names is a candidate."""
         raise NotImplementedError
 
-    def attempt(self, function: Function) -> None:
-        """
+    def replaces(self, call: ast.Call) -> bool:
+        """Return True if a call of a function of this form can be replaced."""
+        return len(call.args) in self.positional
+
+    def attempt(self, function: Function) -> "FunctionForm | None":
+        """Return the form of a function, this one or a kind of it; None if the function is no candidate after all.
+
         Raises:
             Differs: The function does not compute what the operator does, outputs or gradients.
         """
         raise NotImplementedError
 
-    def replacement(self, tried: Function) -> Function:
-        """Return what is called in place of a function that was tried, with that function put first."""
+    def call(self, *args: Any, **options: Any) -> Any:
+        """Return what the function returns, by the operator, or NotImplemented where that does not take the arguments.
+
+        Its signature has the function's arguments and the options that the operator has too.
+        """
         raise NotImplementedError
 
 
@@ -63,7 +73,7 @@ class Calls(Edit):
         new = {name: f"llmk_{form.operator}_{i}" for i, (name, _, form) in enumerate(self.functions)}
         forms = {name: form for name, _, form in self.functions}
         for name, call in _calls(definition):
-            if name in forms and len(call.args) in forms[name].positional:
+            if name in forms and forms[name].replaces(call):
                 call.args, call.func = [load("self"), call.func, *call.args], load(new[name])
         return {new[name]: replaced(name, function, form) for name, function, form in self.functions}
 
@@ -71,14 +81,19 @@ class Calls(Edit):
 @functools.cache
 def replaced(name: str, tried: Function, form: FunctionForm) -> Function:
     """Return what is called in place of a function, with the module and the function called for put first."""
-    called, replacement = called_of(tried), form.replacement(tried)
-    still = called.check()
+    called, compute = called_of(tried), form.call
+    still, known = called.check(), frozenset(parameters(compute))
+    its_own = frozenset(parameters(tried)[form.positional.stop - 1 :]) - known
 
     def call(self: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
-        if still(function):
-            return replacement(function, *args, **kwargs)
-        no_longer(self, name, called, function)
-        return function(*args, **kwargs)
+        if not still(function):
+            no_longer(self, name, called, function)
+            return function(*args, **kwargs)
+        if any(kwargs.get(option) is not None for option in its_own):
+            return function(*args, **kwargs)
+        given = {option: value for option, value in kwargs.items() if form.packs or option in known}
+        result = compute(*args, **given)
+        return function(*args, **kwargs) if result is NotImplemented else result
 
     return call
 
@@ -96,15 +111,15 @@ class CallFinder:
             Differs: What takes the arguments of an operator does not compute the same.
         """
         found: dict[str, tuple[str, Function, FunctionForm]] = {}
-        stored = {n.id for n in ast.walk(source.definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        code = source.function.__code__
         for name, call in _calls(source.definition):
-            function = None if name in stored else source.lookup(module, name)
+            function = None if name in code.co_varnames + code.co_cellvars else source.lookup(module, name)
             if not callable(function) or isinstance(function, type) or not isinstance(function, Hashable):
                 continue
             form = self._form(function)
             if isinstance(form, Differs):
                 raise Differs(f"{name} {form}") from form
-            if form is not None and len(call.args) in form.positional:
+            if form is not None and form.replaces(call):
                 found[name] = (name, function, form)
         return self._edit(tuple(found.values())) if found else None
 
@@ -121,24 +136,15 @@ class CallFinder:
         return self._tried[function]
 
 
-def _attempted(form: FunctionForm, function: Function) -> FunctionForm | Differs:
+def _attempted(form: FunctionForm, function: Function) -> FunctionForm | Differs | None:
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # transformers' advice, once, about a function that is to be replaced
     try:
-        form.attempt(function)
+        return form.attempt(function)
     except Differs as why:
         return why
     finally:
         logging.disable(level)
-    return form
-
-
-def its_own(function: Function, arguments: Collection[str]) -> frozenset[str]:
-    """The keywords that are for the function itself: those it has a name for, but for these.
-
-    A model's layers hand on all keyword arguments of the model, and a function takes what it does not know as `kwargs`.
-    """
-    return frozenset(parameters(function)) - frozenset(arguments)
 
 
 def parameters(function: Function) -> list[str]:

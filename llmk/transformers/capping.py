@@ -7,7 +7,7 @@ projection's, and nothing in place of its layers.
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -80,29 +80,12 @@ class Trial:
         want = capping(logits + bias if self.added else logits)
         if not isinstance(got_loss, Tensor) or not agree(want, got_logits):
             raise Differs("does more to its logits than to scale and cap them")
-        self._try_arguments(functools.partial(of, logits, bias, labels), want)
         shifted = functional.cross_entropy(want[:, :-1], labels[:, 1:])
         aligned = functional.cross_entropy(want, labels)
         for shifts, loss in ((True, shifted), (False, aligned)):
             if agree(loss, got_loss):
                 return capping, shifts
         raise Differs("its loss is not the mean cross entropy of its logits alone")
-
-    def _try_arguments(self, of: Callable[..., Any], want: Tensor) -> None:
-        """Give each other argument of the forward other values.
-
-        Raises:
-            Differs: The logits are others then.
-        """
-        for name, parameter in self.arguments.items():
-            values = OTHERS if parameter.default is None else other_values(parameter.default)
-            for value in () if name in GIVEN else values:
-                try:
-                    got = of(**{name: value}).logits
-                except Exception:
-                    continue
-                if isinstance(got, Tensor) and got.shape == want.shape and not agree(want, got):
-                    raise Differs(f"does something else to its logits with {name}={value}")
 
     def _config(self) -> Any:
         """The configuration without its flags, which ask for outputs that layers alone can give."""
@@ -113,9 +96,7 @@ class Trial:
             vars(twin)[name] = name == RETURN_DICT
         return twin
 
-    def _output(
-        self, training: bool, logits: Tensor, bias: Tensor | None = None, labels: Tensor | None = None, **others: Any
-    ) -> Any:
+    def _output(self, training: bool, logits: Tensor, bias: Tensor | None = None, labels: Tensor | None = None) -> Any:
         """The model's output where its projection gives `logits`, and where nothing or `bias` is added to them."""
         model = self.model
         layers = _Nothing(last_hidden_state=logits[..., :1])
@@ -130,26 +111,15 @@ class Trial:
             children[self.criterion] = getattr(model, self.criterion)
         vars(twin)["_modules"] = children
         ids = torch.zeros(logits.shape[:-1], dtype=torch.long)
-        inputs = {name: ids for name in GIVEN[1:] if name in self.arguments}
+        inputs = {name: ids for name in GIVEN if name in self.arguments}
         with torch.no_grad():
-            return type(twin).forward(twin, **{**inputs, "labels": labels, **others})
+            return type(twin).forward(twin, **inputs, labels=labels)
 
 
-GIVEN = ("labels", "input_ids", "decoder_input_ids")
-"""The arguments that a trial gives."""
+GIVEN = ("input_ids", "decoder_input_ids")
+"""The arguments that a trial gives, beside the labels."""
 RETURN_DICT = "return_dict"
 """The flag without which an output is a tuple, whose members have no names."""
-OTHERS = (2.0, True)
-"""Values for arguments that are None by default."""
-
-
-def other_values(default: Any) -> tuple[Any, ...]:
-    """Values of the default's kind that are others, for an argument that is a number or a flag."""
-    if isinstance(default, bool):
-        return (not default,)
-    return (2 * default + 1,) if isinstance(default, int | float) else ()
-
-
 NOT_TRIED = (
     "its forward cannot be tried apart from its layers; fused_linear_ce of the hidden states, outside the model, "
     "computes the same loss"

@@ -1,7 +1,5 @@
 """Short causal convolutions: functions that a module's source calls and that compute `causal_conv1d`."""
 
-import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,12 +9,9 @@ from torch import Tensor
 from llmk import functional
 from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.calls import Calls, Function, FunctionForm, its_own
+from llmk.transformers.calls import Calls, Function, FunctionForm
 from llmk.transformers.packing import sequence_ids
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, rows_of_all_scales, run, same
-
-ARGUMENTS = ["weight", "bias", "activation"]
-"""The arguments of such a function after its input."""
 
 
 class Convolution(Calls):
@@ -28,12 +23,12 @@ class CausalConv1d(FunctionForm):
     """Functions of an input `[B, C, T]`, a weight `[C, K]`, a bias and an activation."""
 
     operator = "causal_conv1d"
-    positional = range(1, 2 + len(ARGUMENTS))
+    positional = range(1, 5)
 
     def takes(self, names: list[str]) -> bool:
-        return names[1:4] == ARGUMENTS
+        return names[1:4] == ["weight", "bias", "activation"]
 
-    def attempt(self, function: Function) -> None:
+    def attempt(self, function: Function) -> FunctionForm:
         for taps, tokens, activation, with_bias in product((2, 4), (9, 1), (None, "silu"), (True, False)):
             randn, channels = randoms(4), len(SCALES)
             x = rows_of_all_scales(tokens, 2, randn=randn).requires_grad_()
@@ -46,32 +41,21 @@ class CausalConv1d(FunctionForm):
                 raise Differs("is no causal convolution of each channel")
             if not all(map(same, gradients(got, given), gradients(want, given))):
                 raise Differs("has other gradients than a causal convolution")
+        return self
 
-    def replacement(self, tried: Function) -> Function:
-        return _convolution(tried)
-
-
-@functools.cache
-def _convolution(tried: Function) -> Function:
-    others = its_own(tried, ARGUMENTS)
-
-    def convolve(
-        function: Any, input: Any, weight: Any, bias: Any = None, activation: Any = None, **kwargs: Any
+    def call(
+        self,
+        hidden_states: Any,
+        weight: Any,
+        bias: Any = None,
+        activation: Any = None,
+        **kwargs: Any,
     ) -> Any:
-        asks_for_more = any(kwargs.get(name) is not None for name in others)
-        if not asks_for_more and _fits(input, weight, bias) and activation in ACTIVATIONS:
-            return convolution(input, weight, bias, activation, kwargs)
-        return function(input, weight, bias, activation=activation, **kwargs)
-
-    return convolve
-
-
-def convolution(
-    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, keywords: Mapping[str, Any]
-) -> Tensor:
-    """Return the result of such a function, by the operator."""
-    ids = sequence_ids(keywords, input.shape[0], input.shape[2])
-    return functional.causal_conv1d(input, weight, bias, activation=activation, sequence_ids=ids)[0]
+        if not _fits(hidden_states, weight, bias) or activation not in ACTIVATIONS:
+            return NotImplemented
+        batch, _, tokens = hidden_states.shape
+        ids = sequence_ids(kwargs, batch, tokens)
+        return functional.causal_conv1d(hidden_states, weight, bias, activation=activation, sequence_ids=ids)[0]
 
 
 def _fits(input: Any, weight: Any, bias: Any) -> bool:

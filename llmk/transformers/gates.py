@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from llmk import functional
 from llmk.registry.private.modules import buffers_of, children_of, parameters_of
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.guards import Called, called_of, has_own_forward, no_longer
+from llmk.transformers.guards import Called, called_of, has_own_forward, is_plain_linear, no_longer, recomputes
 from llmk.transformers.probe import Differs, agree, apart, gradients, identity, rows_of_all_scales, run, same
-from llmk.transformers.rewrite import Edit, Source, load
+from llmk.transformers.rewrite import Edit, Source, is_in_place, load, method_called
 
 FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor | None], Tensor]]] = {
     "swiglu": (nn.functional.silu, functional.swiglu),
@@ -29,6 +29,8 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor | No
     ),
 }
 """Activations, and what computes them times another tensor."""
+BEFORE_LINEAR = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+"""What `gated_linear` calls them."""
 
 
 class Activation(NamedTuple):
@@ -58,19 +60,28 @@ class Gate(Edit):
 
 @functools.cache
 def gated_unit(activation: Activation) -> Callable[..., Any]:
-    """Return what computes `act(gate) * up` where an operator fits; they are the halves of `packed`, if it is given."""
-    unit, called = FORMS[activation.form][1], activation.called
-    still = called.check()
+    """Return what computes `act(gate) * up` where an operator fits; they are the halves of `packed`, if it is given.
 
-    def gated(self: Any, act: Any, gate: Any, up: Any, up_first: bool = False, packed: Any = None) -> Any:
+    The module `then`, if it is given, takes the product; where it is a plain linear layer the two are one operator.
+    """
+    unit, called = FORMS[activation.form][1], activation.called
+    still, name = called.check(), BEFORE_LINEAR[activation.form]
+
+    def gated(
+        self: Any, act: Any, gate: Any, up: Any, up_first: bool = False, packed: Any = None, then: Any = None
+    ) -> Any:
         alike = (
             isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.shape == up.shape and gate.dtype == up.dtype
         )
         if alike and gate.dtype in FLOAT_DTYPES:
             if still(act):
-                return unit(gate, up) if packed is None else unit(packed, None)
+                halves = (gate, up) if packed is None else (packed, None)
+                if recomputes() and is_plain_linear(then, gate):
+                    return functional.gated_linear(*halves, then.weight, then.bias, activation=name)
+                return unit(*halves) if then is None else then(unit(*halves))
             no_longer(self, activation.name, called, act)
-        return up * act(gate) if up_first else act(gate) * up
+        product = up * act(gate) if up_first else act(gate) * up
+        return product if then is None else then(product)
 
     return gated
 
@@ -203,6 +214,17 @@ class _Products(ast.NodeTransformer):
                     )
         return node
 
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Give the product to the module that takes it and nothing else: `self.NAME(act(gate) * up)`."""
+        is_product = [isinstance(argument, ast.BinOp) for argument in node.args] == [True]
+        self.generic_visit(node)
+        if is_product and not node.keywords and method_called(node):
+            match node.args[0]:
+                case ast.Call(args=[ast.Name("self"), _], keywords=[*_, _] as keywords) as product:
+                    keywords.append(ast.keyword("then", node.func))
+                    return product
+        return node
+
     def _named(self, act: ast.expr) -> str | None:
         """The function that replaces products with results of `act`."""
         root = act
@@ -274,7 +296,7 @@ def _can_wait(argument: ast.expr, name: str, after: list[ast.stmt]) -> bool:
         return False
     if not all(isinstance(s, ast.Assign) and _targets_names(s) and (is_new or not _calls(s)) for s in between):
         return False
-    return not any(_is_in_place(node) for s in (*between, statement) for node in ast.walk(s))
+    return not any(is_in_place(node) for s in (*between, statement) for node in ast.walk(s))
 
 
 def _has_factor(name: str, statement: ast.stmt) -> bool:
@@ -289,11 +311,3 @@ def _targets_names(statement: ast.Assign) -> bool:
 
 def _calls(statement: ast.stmt) -> bool:
     return any(isinstance(node, ast.Call) for node in ast.walk(statement))
-
-
-def _is_in_place(node: ast.AST) -> bool:
-    """Return True if it is a call that changes what it is given, by PyTorch's names for that."""
-    if not isinstance(node, ast.Call):
-        return False
-    function = ast.unparse(node.func)
-    return function.endswith("_") or any(keyword.arg in ("inplace", "out") for keyword in node.keywords)

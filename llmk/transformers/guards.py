@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from llmk.registry import foreign_kind
+from llmk.registry import autocast_dtype, foreign_kind
+from llmk.registry.eager.bypass import is_eager
 from llmk.registry.private.modules import buffers_of, children_of, has_hooks, hooks_of, parameters_of
 from llmk.registry.private.tensors import version_of
 from llmk.transformers.probe import OWN_OF_MODULES, Differs, apart, first_line
@@ -43,6 +44,7 @@ MISSING = object()
 PART = "llmk_part"
 """The name of a part of the module in the facts about it, after the one that finds it."""
 PLAIN = (nn.Parameter, Tensor, type(None))
+LINEAR = nn.Linear.forward
 
 
 class Fact(NamedTuple):
@@ -181,6 +183,21 @@ def checked(facts: Facts, function: FunctionType) -> Callable[[Any], bool]:
             return False
 
     return kept
+
+
+def recomputes() -> bool:
+    """Return True if a call may keep less for a backward pass: plain eager mode, in which nobody else decides that."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and is_eager()
+
+
+def is_plain_linear(module: Any, x: Tensor) -> bool:
+    """Return True for PyTorch's linear layer that nobody looks at, whose weight wants a gradient, for an x it takes."""
+    if type(module) is not nn.Linear or nn.Linear.forward is not LINEAR or is_hooked(module):
+        return False
+    weight, bias = module.weight, module.bias
+    if type(weight) not in PLAIN or type(bias) not in PLAIN or hasattr(weight, "ds_id") or not weight.requires_grad:
+        return False
+    return weight.dtype == x.dtype or autocast_dtype(x.device) is not None
 
 
 BRINGERS = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.utils.", "deepspeed.", "llmk.")

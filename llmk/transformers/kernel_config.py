@@ -12,8 +12,6 @@ from transformers import KernelConfig
 
 from llmk.apart import apart_from_caller
 from llmk.registry.private.modules import children_of, parameters_of
-from llmk.transformers.calls import FunctionForm
-from llmk.transformers.convolutions import CausalConv1d
 from llmk.transformers.probe import (
     Differs,
     agree,
@@ -27,22 +25,9 @@ from llmk.transformers.probe import (
     same,
     without_parameters,
 )
-from llmk.transformers.recurrences import DeltaRule, Scan, WholeLayer
-from llmk.transformers.slots import LAYERS
-from llmk.transformers.steps import CausalConv1dStep, DeltaRuleStep
+from llmk.transformers.slots import FUNCTIONS, LAYERS
 
 DEVICES = ("cpu", "cuda", "rocm")
-FUNCTIONS: dict[str, FunctionForm] = {
-    "causal_conv1d_fn": CausalConv1d(),
-    "causal_conv1d_update": CausalConv1dStep(),
-    "chunk_gated_delta_rule": DeltaRule(),
-    "chunk_kda": DeltaRule(grouped=False, channels=True),
-    "fused_recurrent_gated_delta_rule": DeltaRuleStep(),
-    "fused_recurrent_kda": DeltaRuleStep(grouped=False, channels=True),
-    "mamba_chunk_scan_combined": Scan(),
-    "mamba_split_conv1d_scan_combined": WholeLayer(),
-}
-"""The slots of functions that `patch` knows too, which try what is in a slot."""
 
 
 def kernel_config() -> KernelConfig:

@@ -17,6 +17,7 @@ from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.classes import Change
 from llmk.transformers.guards import Fact, Facts, guarded, has_plain_weights, reads_of, why_no_weight
 from llmk.transformers.probe import Differs, agree, apart, gradients, randoms, rows_of_all_scales, run, same
+from llmk.transformers.projections import made_of
 from llmk.transformers.rewrite import set_source
 
 
@@ -31,9 +32,15 @@ class NormForm(NamedTuple):
 
     def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if self.op == "rms_norm":
-            return functional.rms_norm(input, weight, self.used_eps, offset=self.offset)
+            output = functional.rms_norm(input, weight, self.used_eps, offset=self.offset)
+            return made_of(output, input, weight, self.used_eps, self.offset)
         weight = weight + self.offset if weight is not None and self.offset else weight
         return functional.layer_norm(input, weight, bias, self.used_eps)
+
+    def of_sum(self, input: Tensor, residual: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """RMSNorm of a sum, and the sum."""
+        output, total = functional.add_rms_norm(input, residual, weight, self.used_eps, offset=self.offset)
+        return made_of(output, total, weight, self.used_eps, self.offset), total
 
     @property
     def parameters(self) -> tuple[str | None, str | None]:
@@ -107,7 +114,7 @@ class Norm(Change):
             if residual is None:
                 return form(input, weight, bias)
             if input.shape == residual.shape and input.dtype == residual.dtype:  # no broadcast, no promotion
-                return functional.add_rms_norm(input, residual, weight, form.used_eps, offset=form.offset)
+                return form.of_sum(input, residual, weight)
             total = input + residual
             return form(total, weight, bias), total
 

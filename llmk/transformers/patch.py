@@ -31,6 +31,7 @@ from llmk.transformers.mixtures import Experts, find_experts
 from llmk.transformers.norms import Norm, find_norm
 from llmk.transformers.packed_rows import find_packed_rows
 from llmk.transformers.probe import Differs, identity
+from llmk.transformers.projections import Projections, find_projections
 from llmk.transformers.recurrences import DeltaRule, Recurrence, Scan, WholeLayer
 from llmk.transformers.report import REPORT, Entry, Report
 from llmk.transformers.residuals import Residual
@@ -46,6 +47,7 @@ KINDS = {
     "experts": "experts",
     "rope": "rope",
     "residuals": "residual",
+    "projections": "projection",
     "streams": "streams",
     "convolutions": "convolution",
     "recurrences": "recurrence",
@@ -74,6 +76,7 @@ def patch(
     experts: bool = True,
     rope: bool = True,
     residuals: bool = True,
+    projections: bool = True,
     streams: bool = True,
     convolutions: bool = True,
     recurrences: bool = True,
@@ -100,6 +103,8 @@ def patch(
         experts: The experts of mixtures in packed weights, whole.
         rope: The rotary embedding of queries and keys.
         residuals: A residual sum and the RMSNorm that follows it, in one.
+        projections: The linear layers that read an RMSNorm, where norms are replaced too: in training, not compiled,
+            they keep the norm's input.
         streams: Hyper-connections: the product with the normalized residual streams, where norms are replaced too,
             Sinkhorn's projection, what a layer reads of the streams, and what they become.
         convolutions: The short causal convolution before a recurrence, and its update by one token.
@@ -122,6 +127,7 @@ def patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     layers = {"norms": norms, "experts": experts, "mlps": mlps, "rope": rope, "residuals": residuals}
+    layers |= {"projections": projections}
     hybrid = {"streams": streams, "convolutions": convolutions, "recurrences": recurrences}
     options = layers | hybrid | {"loss": loss, "masks": masks, "skip_ignored": skip_ignored}
     for name, value in options.items():
@@ -190,6 +196,7 @@ class Plan:
             "convolution": CallFinder(Convolution, *CONVOLUTIONS),
             "recurrence": CallFinder(Recurrence, *RECURRENCES),
             "mask": find_masks,
+            "projection": self._projections,
         }
         finders = {kind: find for kind, find in finders.items() if kind in kinds}
         causal = set(causal_models(model))
@@ -238,6 +245,10 @@ class Plan:
         adding = [n for n, child in module.named_children() if any(c.adds for c in self.changes.get(child, ()))]
         edit = Residual(frozenset(adding))
         return edit if adding and edit.apply(copy.deepcopy(source.definition), source.scope) else None
+
+    def _projections(self, module: nn.Module, source: Source) -> Projections | None:
+        normed = any(change.adds for changes in self.changes.values() for change in changes)
+        return find_projections(module, source) if normed else None
 
     def _find_loss(self, skip_ignored: bool, model: nn.Module, source: Source) -> FusedLoss:
         found = find_loss(model, source, skip_ignored)

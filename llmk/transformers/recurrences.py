@@ -18,7 +18,7 @@ from llmk.ops.recurrence import LARGEST_KEY, LARGEST_VALUE
 from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
 from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.calls import Calls, Function, FunctionForm, its_own
+from llmk.transformers.calls import Calls, Function, FunctionForm, parameters
 from llmk.transformers.packing import packing_of, sequence_ids
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, run
 
@@ -37,8 +37,6 @@ class Recurrence(Calls):
 
 # ---- the gated delta rule
 
-DELTA_RULE_OPTIONS = ("chunk_size", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-
 
 @dataclass(frozen=True)
 class DeltaRule(FunctionForm):
@@ -56,7 +54,7 @@ class DeltaRule(FunctionForm):
     positional = range(3, 6)
 
     def takes(self, names: list[str]) -> bool:
-        return names[3:5] == ["g", "beta"] and set(DELTA_RULE_OPTIONS) <= set(names)
+        return names[3:5] == ["g", "beta"] and set(parameters(self.call)[5:]) <= set(names)
 
     @property
     def cases(self) -> list[tuple[int, bool, dict[str, Any]]]:
@@ -68,7 +66,7 @@ class DeltaRule(FunctionForm):
             (5, False, {"output_final_state": True, "use_qk_l2norm_in_kernel": True}),
         ]
 
-    def attempt(self, function: Function) -> None:
+    def attempt(self, function: Function) -> FunctionForm:
         for seed, (tokens, with_state, options) in enumerate(self.cases):
             normalized = options.get("use_qk_l2norm_in_kernel", False)
 
@@ -84,6 +82,7 @@ class DeltaRule(FunctionForm):
             inputs = self._inputs(tokens, normalized, with_state, randoms(seed))
             _compare(own, reference, inputs, "output_final_state" in options)
             _check_dtypes(own, inputs, torch.bfloat16)
+        return self
 
     def _inputs(
         self, tokens: int, normalized: bool, with_state: bool, randn: Callable[..., Tensor]
@@ -100,55 +99,42 @@ class DeltaRule(FunctionForm):
         }
         return inputs | ({"initial_state": _heads(heads, 6, 5, randn)} if with_state else {})
 
-    def replacement(self, tried: Function) -> Function:
-        return delta_rule_form(tried, DELTA_RULE_OPTIONS, fits_delta_rule, delta_rule, self.grouped, self.channels)
+    def call(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        g: Any,
+        beta: Any,
+        chunk_size: int = 64,
+        initial_state: Any = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if not self.fits(query, key, value, g, beta, initial_state):
+            return NotImplemented
+        state = None if initial_state is None else initial_state.float()
+        ids = _ids_from(kwargs, state, query)
+        out, final = functional.gated_delta_rule(
+            query, key, value, g, beta, initial_state=state, l2_norm_qk=use_qk_l2norm_in_kernel, sequence_ids=ids
+        )
+        return out, final if output_final_state else None
 
-
-@functools.cache
-def delta_rule_form(
-    tried: Function, known: tuple[str, ...], fits: Function, call: Function, grouped: bool, channels: bool
-) -> Function:
-    """Return what takes the place of a function of q, k, v, g, beta and options: `call` where they fit, else itself."""
-    others = its_own(tried, known)
-
-    def rule(function: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
-        asks_for_more = any(options.get(name) is not None for name in others)
-        if asks_for_more or not (fits(q, k, v, g, beta, options, channels) and (grouped or q.shape[2] == v.shape[2])):
-            return function(q, k, v, g, beta, **options)
-        return call(q, k, v, g, beta, options)
-
-    return rule
-
-
-def fits_delta_rule(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, options: Mapping[str, Any], channels: bool = False
-) -> bool:
-    if not channels:
-        return _fits(q, k, v, (g, beta), options.get("initial_state"))
-    if not _fits(q, k, v, (beta,), options.get("initial_state")) or not isinstance(g, Tensor):
-        return False
-    return g.dtype in FLOAT_DTYPES and g.shape == (*v.shape[:3], q.shape[3])
-
-
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Mapping[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    """Return the results of such a function, by the operator."""
-    state, normalize = options.get("initial_state"), options.get("use_qk_l2norm_in_kernel", False)
-    state = None if state is None else state.float()
-    ids = _ids_from(options, state, q)
-    out, final = functional.gated_delta_rule(
-        q, k, v, g, beta, initial_state=state, l2_norm_qk=normalize, sequence_ids=ids
-    )
-    return out, final if options.get("output_final_state", False) else None
+    def fits(self, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> bool:
+        """Return True if the operators take the arguments, with as many heads as the function takes."""
+        if not _fits(q, k, v, (beta,) if self.channels else (g, beta), state):
+            return False
+        if not self.grouped and q.shape[2] != v.shape[2]:
+            return False
+        of_channels = (*v.shape[:3], q.shape[3])
+        return not self.channels or (isinstance(g, Tensor) and g.dtype in FLOAT_DTYPES and g.shape == of_channels)
 
 
 # ---- the scan of Mamba-2
 
-INPUTS_OF_SCAN = ["D", "dt_bias", "initial_states", "dt_softplus", "dt_limit"]
-SCAN_OPTIONS = ["chunk_size", *INPUTS_OF_SCAN, "return_final_states"]
 NO_LIMIT = (0.0, float("inf"))
-GATE = frozenset({"z"})
+GATE = "z"
 """The argument that mamba_ssm's function multiplies by, and the models do not."""
 
 
@@ -160,9 +146,9 @@ class Scan(FunctionForm):
     positional = range(5, 7)
 
     def takes(self, names: list[str]) -> bool:
-        return names[1:6] == ["dt", "A", "B", "C", "chunk_size"] and set(SCAN_OPTIONS) <= set(names)
+        return names[1:6] == ["dt", "A", "B", "C", "chunk_size"] and set(parameters(self.call)[6:]) <= set(names)
 
-    def attempt(self, function: Function) -> None:
+    def attempt(self, function: Function) -> FunctionForm:
         cases: list[tuple[int, int, bool, bool, dict[str, Any]]] = [
             (21, 32, False, False, {}),
             (21, 8, True, True, {"dt_softplus": True, "dt_limit": (0.01, 3.0), "return_final_states": True}),
@@ -185,9 +171,35 @@ class Scan(FunctionForm):
             inputs = _scan_inputs(tokens, "dt_softplus" in options, with_parameters, with_state, randoms(seed))
             _compare(own, reference, inputs, "return_final_states" in options, ON_THE_WAY | LIMITS)
             _check_dtypes(own, inputs, torch.float32, ON_THE_WAY | LIMITS)
+        return self
 
-    def replacement(self, tried: Function) -> Function:
-        return _scan(tried)
+    def call(
+        self,
+        hidden_states: Any,
+        dt: Any,
+        A: Any,
+        B: Any,
+        C: Any,
+        chunk_size: int,
+        D: Any = None,
+        dt_bias: Any = None,
+        initial_states: Any = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = NO_LIMIT,
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        for_heads = (p for p in (A, D, dt_bias) if p is not None)
+        fits = kwargs.get(GATE) is None and _fits(C, B, hidden_states, (dt,), initial_states) and dt_limit[0] >= 0
+        if not fits or any(p.shape != hidden_states.shape[2:3] for p in for_heads):
+            return NotImplemented
+        ids = _ids_from(kwargs, initial_states, hidden_states)
+        attention = functools.partial(functional.gated_linear_attention, sequence_ids=ids)
+        given = {"D": D, "dt_bias": dt_bias, "initial_states": initial_states}
+        out, final = _by_attention(
+            attention, hidden_states, dt, A, B, C, **given, dt_softplus=dt_softplus, dt_limit=dt_limit
+        )
+        return (out, final.contiguous()) if return_final_states else out
 
 
 def _scan_inputs(
@@ -206,35 +218,6 @@ def _scan_inputs(
     if with_parameters:
         inputs |= {"D": randn(2 * groups), "dt_bias": randn(2 * groups)}
     return inputs | ({"initial_states": _heads(2 * groups, 5, 6, randn)} if with_state else {})
-
-
-@functools.cache
-def _scan(tried: Function) -> Function:
-    others = its_own(tried, SCAN_OPTIONS) | GATE
-
-    def scanned(function: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, **options: Any) -> Any:
-        asks_for_more = any(options.get(name) is not None for name in others)
-        if asks_for_more or not fits_scan(x, dt, A, B, C, options):
-            return function(x, dt, A, B, C, chunk_size, **options)
-        return scan(x, dt, A, B, C, options)
-
-    return scanned
-
-
-def fits_scan(x: Any, dt: Any, A: Any, B: Any, C: Any, options: Mapping[str, Any]) -> bool:
-    for_heads = (p for p in (A, options.get("D"), options.get("dt_bias")) if p is not None)
-    if not _fits(C, B, x, (dt,), options.get("initial_states")) or any(p.shape != x.shape[2:3] for p in for_heads):
-        return False
-    return options.get("dt_limit", NO_LIMIT)[0] >= 0
-
-
-def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, options: Mapping[str, Any]) -> Any:
-    """Return the results of such a function, by the operator."""
-    given = {name: options[name] for name in INPUTS_OF_SCAN if name in options}
-    ids = _ids_from(options, options.get("initial_states"), x)
-    attention = functools.partial(functional.gated_linear_attention, sequence_ids=ids)
-    out, final = _by_attention(attention, x, dt, A, B, C, **given)
-    return (out, final.contiguous()) if options.get("return_final_states", False) else out
 
 
 def _by_attention(
@@ -279,19 +262,37 @@ class WholeLayer(FunctionForm):
     def takes(self, names: list[str]) -> bool:
         return names[:5] == ["zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A"] and "outproj_weight" in names
 
-    def attempt(self, function: Function) -> None:
+    def attempt(self, function: Function) -> FunctionForm:
         randn = randoms()
         x, weight, bias, per_head = randn(2, 5, 30), randn(20, 4), randn(20), randn(2)
         options = {"D": per_head, "chunk_size": 8, "headdim": 4, "ngroups": 1}
         if run(functools.partial(function, **options), x, weight, bias, per_head, -per_head.exp()) is not None:
             raise Differs("computes a whole layer")
+        return self
 
-    def replacement(self, tried: Function) -> Function:
-        return left_to_its_parts
-
-
-def left_to_its_parts(*args: Any, **options: Any) -> None:
-    return None
+    def call(
+        self,
+        zxbcdt: Any,
+        conv1d_weight: Any,
+        conv1d_bias: Any,
+        dt_bias: Any,
+        A: Any,
+        D: Any,
+        chunk_size: int,
+        initial_states: Any = None,
+        dt_limit: tuple[float, float] = NO_LIMIT,
+        return_final_states: bool = False,
+        activation: str = "silu",
+        rmsnorm_weight: Any = None,
+        rmsnorm_eps: float = 1e-6,
+        outproj_weight: Any = None,
+        outproj_bias: Any = None,
+        headdim: int | None = None,
+        ngroups: int = 1,
+        norm_before_gate: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        return None
 
 
 # ---- both

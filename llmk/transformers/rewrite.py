@@ -118,6 +118,14 @@ def method_called(node: ast.AST) -> str | None:
     return None
 
 
+def is_in_place(node: ast.AST) -> bool:
+    """Return True if it is a call that changes what it is given, by PyTorch's names for that."""
+    if not isinstance(node, ast.Call):
+        return False
+    function = ast.unparse(node.func)
+    return function.endswith("_") or any(keyword.arg in ("inplace", "out") for keyword in node.keywords)
+
+
 def argument_names(definition: ast.FunctionDef) -> set[str]:
     args = definition.args
     return {arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)}

@@ -5,6 +5,7 @@ class has no state and no constructor, and its arguments are those of the layer 
 operator does not take (float64, a weight in another dtype than the input) go to the module's own `forward`.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,30 @@ from torch import Tensor, nn
 
 from llmk import functional
 from llmk.ops.common.activations import GATES
-from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.convolutions import convolution
-from llmk.transformers.packing import packing_of
-from llmk.transformers.recurrences import GATE, NO_LIMIT, delta_rule, fits_delta_rule, fits_scan, scan
-from llmk.transformers.steps import convolution_step, delta_rule_step, fits_convolution_step, fits_delta_rule_step
+from llmk.transformers.calls import FunctionForm
+from llmk.transformers.convolutions import CausalConv1d
+from llmk.transformers.recurrences import DeltaRule, Scan, WholeLayer
+from llmk.transformers.steps import CausalConv1dStep, DeltaRuleStep
+
+FUNCTIONS: dict[str, FunctionForm] = {
+    "causal_conv1d_fn": CausalConv1d(),
+    "causal_conv1d_update": CausalConv1dStep(),
+    "chunk_gated_delta_rule": DeltaRule(),
+    "chunk_kda": DeltaRule(grouped=False, channels=True),
+    "fused_recurrent_gated_delta_rule": DeltaRuleStep(),
+    "fused_recurrent_kda": DeltaRuleStep(grouped=False, channels=True),
+    "mamba_chunk_scan_combined": Scan(),
+    "mamba_split_conv1d_scan_combined": WholeLayer(),
+}
+"""The slots of functions that `patch` knows too, which try what is in a slot."""
+
+
+class Layer(nn.Module):
+    """What stands in a slot: it serves training and `torch.compile`."""
+
+    can_torch_compile = True
+    has_backward = True
 
 
 def _alike(*tensors: Tensor) -> bool:
@@ -25,11 +44,9 @@ def _alike(*tensors: Tensor) -> bool:
     return tensors[0].dtype in FLOAT_DTYPES and all(t.dtype == tensors[0].dtype for t in tensors)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """Llama's norm: `weight [H]`, `variance_epsilon`."""
 
-    can_torch_compile = True
-    has_backward = True
     weight: Tensor
     variance_epsilon: float
 
@@ -39,11 +56,9 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-class RMSNormZeroCentered(nn.Module):
+class RMSNormZeroCentered(Layer):
     """Qwen3.5's norm, of `1 + weight`: `weight [H]`, `eps`."""
 
-    can_torch_compile = True
-    has_backward = True
     weight: Tensor
     eps: float
 
@@ -53,11 +68,9 @@ class RMSNormZeroCentered(nn.Module):
         return functional.rms_norm(x, self.weight, self.eps, offset=1.0)
 
 
-class RMSNormGated(nn.Module):
+class RMSNormGated(Layer):
     """Qwen3-Next's norm before a gate: `weight [H]`, `variance_epsilon`, `activation`."""
 
-    can_torch_compile = True
-    has_backward = True
     weight: Tensor
     variance_epsilon: float
     activation: str
@@ -71,11 +84,9 @@ class RMSNormGated(nn.Module):
         )
 
 
-class SoftmaxTopKRouter(nn.Module):
+class SoftmaxTopKRouter(Layer):
     """Qwen3.5-MoE's router: `weight [E, H]`, `top_k`, `hidden_dim`. The weights of a token's experts have sum 1."""
 
-    can_torch_compile = True
-    has_backward = True
     weight: Tensor
     top_k: int
     hidden_dim: int
@@ -88,202 +99,66 @@ class SoftmaxTopKRouter(nn.Module):
         return logits, weights.to(logits.dtype), experts
 
 
-class CausalConv1dFn(nn.Module):
+def _function(form: FunctionForm) -> Callable[..., Any]:
+    """Make the forward of a slot of a function, whose signature `kernels` compares with that of the slot's own."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = form.call(*args, **kwargs)
+        return type(self).forward(self, *args, **kwargs) if result is NotImplemented else result
+
+    forward.__signature__ = inspect.signature(type(form).call)  # type: ignore[attr-defined]
+    return forward
+
+
+class CausalConv1dFn(Layer):
     """`causal_conv1d_fn` of hybrids: hidden_states `[B, D, T]`, weight `[D, K]`, bias `[D]`."""
 
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        alike = _alike(hidden_states, weight, *(() if bias is None else (bias,)))
-        if not alike or not 2 <= weight.shape[-1] <= MOST_TAPS or activation not in ACTIVATIONS:
-            return type(self).forward(self, hidden_states, weight, bias, activation=activation, **kwargs)
-        return convolution(hidden_states, weight, bias, activation, kwargs)
+    forward = _function(FUNCTIONS["causal_conv1d_fn"])
 
 
-class CausalConv1dUpdate(nn.Module):
+class CausalConv1dUpdate(Layer):
     """`causal_conv1d_update` of hybrids: hidden_states `[B, D, 1]`; it updates conv_state `[B, D, S]`."""
 
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-    ) -> Tensor:
-        if not fits_convolution_step(hidden_states, conv_state, weight, bias, activation):
-            return type(self).forward(self, hidden_states, conv_state, weight, bias, activation=activation)
-        return convolution_step(hidden_states, conv_state, weight, bias, activation)
+    forward = _function(FUNCTIONS["causal_conv1d_update"])
 
 
-def _delta_rule_forward(*, channels: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Make the forward method of the two layers below: a slot gives it to the model's module, without their class."""
-
-    def forward(
-        self: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        chunk_size: int = 64,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        options = {
-            "initial_state": initial_state,
-            "output_final_state": output_final_state,
-            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-        }
-        fits = fits_delta_rule(query, key, value, g, beta, options, channels)
-        if not fits or (channels and query.shape[2] != value.shape[2]):
-            return type(self).forward(self, query, key, value, g, beta, chunk_size, **options, **kwargs)
-        return delta_rule(query, key, value, g, beta, options | packing_of(kwargs))
-
-    return forward
-
-
-class ChunkGatedDeltaRule(nn.Module):
+class ChunkGatedDeltaRule(Layer):
     """`chunk_gated_delta_rule` of hybrids: query, key `[B, T, HK, K]`, value `[B, T, H, V]`, g, beta `[B, T, H]`."""
 
-    can_torch_compile = True
-    has_backward = True
-    forward = _delta_rule_forward(channels=False)
+    forward = _function(FUNCTIONS["chunk_gated_delta_rule"])
 
 
-class ChunkKDA(nn.Module):
+class ChunkKDA(Layer):
     """`chunk_kda` of Kimi Linear: query, key, value, g `[B, T, H, K]`, beta `[B, T, H]`."""
 
-    can_torch_compile = True
-    has_backward = True
-    forward = _delta_rule_forward(channels=True)
+    forward = _function(FUNCTIONS["chunk_kda"])
 
 
-def _delta_rule_step_forward(*, channels: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Make the forward method of the two layers below, as `_delta_rule_forward` does."""
-
-    def forward(
-        self: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        options = {
-            "initial_state": initial_state,
-            "output_final_state": output_final_state,
-            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-        }
-        fits = fits_delta_rule_step(query, key, value, g, beta, options, channels)
-        if not fits or (channels and query.shape[2] != value.shape[2]):
-            return type(self).forward(self, query, key, value, g, beta, **options, **kwargs)
-        return delta_rule_step(query, key, value, g, beta, options)
-
-    return forward
-
-
-class FusedRecurrentGatedDeltaRule(nn.Module):
+class FusedRecurrentGatedDeltaRule(Layer):
     """`fused_recurrent_gated_delta_rule` of hybrids: the arguments of `chunk_gated_delta_rule`, of one token."""
 
-    can_torch_compile = True
-    has_backward = True
-    forward = _delta_rule_step_forward(channels=False)
+    forward = _function(FUNCTIONS["fused_recurrent_gated_delta_rule"])
 
 
-class FusedRecurrentKDA(nn.Module):
+class FusedRecurrentKDA(Layer):
     """`fused_recurrent_kda` of Kimi Linear: the arguments of `chunk_kda`, of one token."""
 
-    can_torch_compile = True
-    has_backward = True
-    forward = _delta_rule_step_forward(channels=True)
+    forward = _function(FUNCTIONS["fused_recurrent_kda"])
 
 
-class MambaChunkScanCombined(nn.Module):
+class MambaChunkScanCombined(Layer):
     """`mamba_chunk_scan_combined` of Mamba-2: input `[B, T, H, P]`, dt `[B, T, H]`, A `[H]`, B, C `[B, T, G, N]`."""
 
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        initial_states: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = NO_LIMIT,
-        return_final_states: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        options = {
-            "D": D,
-            "dt_bias": dt_bias,
-            "initial_states": initial_states,
-            "dt_softplus": dt_softplus,
-            "dt_limit": dt_limit,
-            "return_final_states": return_final_states,
-        }
-        asks_for_more = any(kwargs.get(name) is not None for name in GATE)
-        if asks_for_more or not fits_scan(hidden_states, dt, A, B, C, options):
-            return type(self).forward(self, hidden_states, dt, A, B, C, chunk_size, **options, **kwargs)
-        return scan(hidden_states, dt, A, B, C, options | packing_of(kwargs))
+    forward = _function(FUNCTIONS["mamba_chunk_scan_combined"])
 
 
-class MambaSplitConv1dScanCombined(nn.Module):
+class MambaSplitConv1dScanCombined(Layer):
     """Mamba-2's layer in training, from its input's projection on, which goes on to the slots above: this is no other.
 
     The function of this slot has no mask: with it, padding on the left would enter the states.
     """
 
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(
-        self,
-        zxbcdt: Tensor,
-        conv1d_weight: Tensor,
-        conv1d_bias: Tensor | None,
-        dt_bias: Tensor,
-        A: Tensor,
-        D: Tensor,
-        chunk_size: int,
-        initial_states: Tensor | None = None,
-        dt_limit: tuple[float, float] = NO_LIMIT,
-        return_final_states: bool = False,
-        activation: str = "silu",
-        rmsnorm_weight: Tensor | None = None,
-        rmsnorm_eps: float = 1e-6,
-        outproj_weight: Tensor | None = None,
-        outproj_bias: Tensor | None = None,
-        headdim: int | None = None,
-        ngroups: int = 1,
-        norm_before_gate: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        """Return None, for which transformers calls its functions of the layer's parts."""
+    forward = _function(FUNCTIONS["mamba_split_conv1d_scan_combined"])
 
 
 def _gated(module: Any, x: Tensor, unit: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -292,11 +167,9 @@ def _gated(module: Any, x: Tensor, unit: Callable[[Tensor, Tensor], Tensor]) -> 
     return module.down_proj(unit(gate, up) if _alike(gate, up) else module.act_fn(gate) * up)
 
 
-class SwiGLUMLP(nn.Module):
+class SwiGLUMLP(Layer):
     """Llama's feed-forward layer: `gate_proj`, `up_proj`, `down_proj`, `act_fn`."""
 
-    can_torch_compile = True
-    has_backward = True
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
@@ -306,11 +179,9 @@ class SwiGLUMLP(nn.Module):
         return _gated(self, x, functional.swiglu)
 
 
-class GeGLUMLP(nn.Module):
+class GeGLUMLP(Layer):
     """Gemma's feed-forward layer, with the tanh form of GELU: `gate_proj`, `up_proj`, `down_proj`, `act_fn`."""
 
-    can_torch_compile = True
-    has_backward = True
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
@@ -320,11 +191,8 @@ class GeGLUMLP(nn.Module):
         return _gated(self, x, functional.geglu)
 
 
-class RotaryPosEmb(nn.Module):
+class RotaryPosEmb(Layer):
     """Llama's `apply_rotary_pos_emb`: q `[B, HQ, S, D]`, k `[B, HK, S, D]`, cos and sin `[1 or B, S, D]`."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         whole = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] == k.shape[-1]
@@ -333,11 +201,8 @@ class RotaryPosEmb(nn.Module):
         return functional.rope(q, k, cos, sin)
 
 
-class ForCausalLMLoss(nn.Module):
+class ForCausalLMLoss(Layer):
     """transformers' `ForCausalLMLoss`: logits `[B, S, vocab_size]`, labels `[B, S]`; the loss is float32."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(
         self,

@@ -4,7 +4,6 @@ A function that goes token by token is tried with a few, and replaced where it i
 update of a convolution changes the state that it is given, as causal-conv1d's does.
 """
 
-import functools
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -15,13 +14,11 @@ from torch import Tensor
 from llmk import functional
 from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.calls import Function, FunctionForm, its_own
+from llmk.transformers.calls import Function, FunctionForm
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, rows_of_all_scales, run, same
-from llmk.transformers.recurrences import DeltaRule, delta_rule_form, fits_delta_rule
+from llmk.transformers.recurrences import DeltaRule
 
 # ---- the gated delta rule
-
-STEP_OPTIONS = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class DeltaRuleStep(DeltaRule):
     operator = "gated_delta_rule_step"
 
     def takes(self, names: list[str]) -> bool:
-        return names[3:5] == ["g", "beta"] and set(STEP_OPTIONS) <= set(names) and "chunk_size" not in names
+        return super().takes(names) and "chunk_size" not in names
 
     @property
     def cases(self) -> list[tuple[int, bool, dict[str, Any]]]:
@@ -39,27 +36,28 @@ class DeltaRuleStep(DeltaRule):
         final = {"output_final_state": True}
         return [(9, True, final), (9, True, final | {"use_qk_l2norm_in_kernel": True})]
 
-    def replacement(self, tried: Function) -> Function:
-        return delta_rule_form(tried, STEP_OPTIONS, fits_delta_rule_step, delta_rule_step, self.grouped, self.channels)
-
-
-def fits_delta_rule_step(q: Any, k: Any, v: Any, g: Any, beta: Any, options: Any, channels: bool = False) -> bool:
-    fits = options.get("initial_state") is not None and fits_delta_rule(q, k, v, g, beta, options, channels)
-    return fits and q.shape[1] == 1
-
-
-def delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Any) -> Any:
-    """Return the results of such a function, by the operator."""
-    q, k, v, g, beta = (x.squeeze(1) for x in (q, k, v, g, beta))
-    state, normalize = options["initial_state"].float(), options.get("use_qk_l2norm_in_kernel", False)
-    out, final = functional.gated_delta_rule_step(q, k, v, g, beta, state, l2_norm_qk=normalize)
-    return out.unsqueeze(1), final if options.get("output_final_state", False) else None
+    def call(  # type: ignore[override]
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        g: Any,
+        beta: Any,
+        initial_state: Any = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if initial_state is None or not self.fits(query, key, value, g, beta, initial_state) or query.shape[1] != 1:
+            return NotImplemented
+        q, k, v, g, beta = (x.squeeze(1) for x in (query, key, value, g, beta))
+        out, final = functional.gated_delta_rule_step(
+            q, k, v, g, beta, initial_state.float(), l2_norm_qk=use_qk_l2norm_in_kernel
+        )
+        return out.unsqueeze(1), final if output_final_state else None
 
 
 # ---- the convolution
-
-ARGUMENTS = ["conv_state", "weight", "bias", "activation"]
-"""The arguments of an update after its input."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +65,13 @@ class CausalConv1dStep(FunctionForm):
     """Functions of an input `[B, C, T]`, a state `[B, C, S]`, a weight `[C, K]`, a bias and an activation."""
 
     operator = "causal_conv1d_step"
-    positional = range(2, 2 + len(ARGUMENTS))
+    positional = range(2, 6)
+    packs = False
 
     def takes(self, names: list[str]) -> bool:
-        return names[1:5] == ARGUMENTS
+        return names[1:5] == ["conv_state", "weight", "bias", "activation"]
 
-    def attempt(self, function: Function) -> None:
+    def attempt(self, function: Function) -> FunctionForm:
         for longer, activation, with_bias in product((0, 1), (None, "silu"), (True, False)):
             randn, channels, taps = randoms(4), len(SCALES), 4
             x = rows_of_all_scales(1, 2, randn=randn).requires_grad_()
@@ -85,34 +84,22 @@ class CausalConv1dStep(FunctionForm):
                 return function(x, states[0], weight, bias, activation=activation)  # noqa: B023  called at once
 
             got = run(update, x, weight, also=frozenset({"copy"}))
-            want = convolution_step(x, states[1], weight, bias, activation)
+            want = _convolution_step(x, states[1], weight, bias, activation)
             if not isinstance(got, Tensor) or not got.requires_grad or not agree(got, want):
                 raise Differs("is no causal convolution of each channel")
             if not agree(states[0].detach(), states[1].detach()):
                 raise Differs("leaves another state")
             if not all(map(same, gradients(got, given), gradients(want, given))):
                 raise Differs("has other gradients than a causal convolution")
+        return self
 
-    def replacement(self, tried: Function) -> Function:
-        return _convolution_step(tried)
-
-
-@functools.cache
-def _convolution_step(tried: Function) -> Function:
-    others = its_own(tried, ARGUMENTS)
-
-    def update(
-        function: Any, input: Any, conv_state: Any, weight: Any, bias: Any = None, activation: Any = None, **kwargs: Any
-    ) -> Any:
-        asks_for_more = any(kwargs.get(name) is not None for name in others)
-        if asks_for_more or not fits_convolution_step(input, conv_state, weight, bias, activation):
-            return function(input, conv_state, weight, bias, activation=activation, **kwargs)
-        return convolution_step(input, conv_state, weight, bias, activation)
-
-    return update
+    def call(self, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: Any = None) -> Any:
+        if not _fits(hidden_states, conv_state, weight, bias, activation):
+            return NotImplemented
+        return _convolution_step(hidden_states, conv_state, weight, bias, activation)
 
 
-def fits_convolution_step(input: Any, state: Any, weight: Any, bias: Any, activation: Any) -> bool:
+def _fits(input: Any, state: Any, weight: Any, bias: Any, activation: Any) -> bool:
     tensors = [t for t in (input, state, weight, bias) if t is not None]
     if not all(isinstance(t, Tensor) and t.dtype in FLOAT_DTYPES for t in tensors) or activation not in ACTIVATIONS:
         return False
@@ -123,7 +110,7 @@ def fits_convolution_step(input: Any, state: Any, weight: Any, bias: Any, activa
     return alike and 2 <= taps <= MOST_TAPS and state.shape[2] >= taps - 1
 
 
-def convolution_step(
+def _convolution_step(
     input: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
     """Return the result of such a function, by the operator, and update the state."""

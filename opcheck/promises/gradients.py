@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,8 +114,20 @@ def second_backward(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def scaled_gradient(op: Op, samples: Sequence[Sample]) -> None:
-    """1: an incoming gradient scaled by 2."""
-    _with_gradients(op, samples, lambda outputs: [2 * grad for grad in incoming_gradients(outputs)])
+    """1: an incoming gradient scaled by 2 gives gradients of which the half is right for the gradient itself."""
+    for sample in samples:
+        if differentiable_inputs(op, sample):
+            outcome = call(op, sample, grads=lambda outputs: [2 * grad for grad in incoming_gradients(outputs)])
+            reference = reference_for(op, sample, outcome, incoming_gradients)
+            halves = {n: _half(grad, reference.exact[reference.index_of(n)]) for n, grad in outcome.gradients.items()}
+            require_accurate(op, sample, replace(outcome, gradients=halves))
+
+
+def _half(gradient: Tensor | None, exact: Tensor | None) -> Tensor | None:
+    """Return the half of a gradient, and what is right where twice that is infinite in its dtype."""
+    if gradient is None or exact is None or gradient.shape != exact.shape or gradient.is_complex():
+        return gradient if gradient is None else gradient / 2
+    return torch.where((2 * exact).to(gradient.dtype) == gradient, exact.to(gradient.dtype), gradient / 2)
 
 
 def expanded_gradient(op: Op, samples: Sequence[Sample]) -> None:

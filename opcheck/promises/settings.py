@@ -35,7 +35,6 @@ from llmk.opcheck.inputs import (
     comparable,
     differentiable_inputs,
     prepare,
-    same_bits,
     same_results,
     with_default_device,
 )
@@ -99,13 +98,13 @@ def _same(a: Outcome, b: Outcome) -> bool:
 def another_thread(op: Op, samples: Sequence[Sample]) -> None:
     """6: a call from another thread, beside one in this, gives the same bits; the interpreter runs them in turn."""
     for sample in few_kinds(op, samples):
-        plain, other = call(op, sample), call(op, sample, change=_other_numbers)
+        given = (sample, _with_other_numbers(op, sample))
+        alone = [call(op, each) for each in given]
         thread = _Thread(lambda sample=sample: call(op, sample))
-        beside = [call(op, sample, change=_other_numbers) for _ in range(AT_ONCE)] if not INTERPRET else []
-        for expected, found in (*((plain, found) for found in thread.results()), *((other, found) for found in beside)):
-            for name, a, b in zip(expected.names(), expected.results(), found.results(), strict=True):
-                if not same_bits(a, b):
-                    raise BrokenPromise(f"{sample}: beside another thread {name} has different bits", name)
+        beside = [call(op, given[1]) for _ in range(AT_ONCE)] if not INTERPRET else []
+        for each, expected, results in zip(given, alone, (thread.results(), beside), strict=True):
+            for found in results:
+                _require_alike(op, each, expected, found, "beside another thread")
 
 
 AT_ONCE = 2

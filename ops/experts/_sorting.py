@@ -30,12 +30,6 @@ def positions_of(order: Tensor, shape: torch.Size) -> Tensor:
     return positions.scatter_(0, order, rows).view(shape)
 
 
-def groups_of(offsets: Tensor) -> list[tuple[int, int]]:
-    """First row and end of each expert's rows, on a CPU."""
-    ends = offsets.tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
 def raise_out_of_range(indices: Tensor, num_experts: int) -> None:
     """Raise for an index on a CPU that is no expert and not the number of experts, which stands for none."""
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) <= num_experts:

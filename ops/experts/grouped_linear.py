@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmk.ops.common.groups import checked_groups, groups_of, in_range
 from llmk.ops.experts._grouped_products import (
     group_sums,
     grouped_outer,
@@ -28,7 +29,7 @@ from llmk.ops.experts._grouped_products import (
     grouped_product_cpu,
     grouped_rows,
 )
-from llmk.ops.experts._sorting import check_tokens, groups_of
+from llmk.ops.experts._sorting import check_tokens
 from llmk.registry import (
     Cost,
     KernelOp,
@@ -54,15 +55,10 @@ def grouped_linear_reference(
     return torch.cat([*rows, input[groups[-1][1] :, :0] @ weight[0].transpose(0, 1)[:0]])
 
 
-def _in_range(offsets: Tensor, N: int) -> Tensor:
-    """Ends within the rows, none before the last: what a kernel may follow without looking."""
-    return offsets.clamp(0, N).cummax(0).values.to(torch.int32)
-
-
 def _grouped_linear_fwd(
     input: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool
 ) -> Tensor:
-    offsets = _in_range(offsets, input.shape[0])
+    offsets = in_range(offsets, input.shape[0])
     return grouped_rows(input, weight.transpose(1, 2) if transposed else weight, offsets, bias)
 
 
@@ -70,7 +66,7 @@ def _grouped_linear_bwd(
     grad: Tensor, input: Tensor | None, weight: Tensor | None, offsets: Tensor, transposed: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx where there is a weight, dW where there is an input, db where asked for; an empty tensor for each other."""
-    offsets = _in_range(offsets, grad.shape[0])
+    offsets = in_range(offsets, grad.shape[0])
     dx, dw, db = (torch.empty((0,), dtype=grad.dtype, device=grad.device) for _ in range(3))
     if weight is not None:
         dx = grouped_rows(grad, weight if transposed else weight.transpose(1, 2), offsets)
@@ -88,9 +84,7 @@ grouped_linear_bwd = KernelOp(_grouped_linear_bwd, opaque=True)
 
 @grouped_linear_fwd.register_kernel("cpu")
 def _(input: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    groups = groups_of(offsets)
-    if groups[0][1] < 0 or groups[-1][1] > input.shape[0] or any(begin > end for begin, end in groups):
-        raise IndexError(f"offsets: expected ends of groups from 0 to {input.shape[0]}, none before the last")
+    groups = checked_groups("offsets", offsets, input.shape[0])
     y = grouped_product_cpu(input, weight.transpose(1, 2) if transposed else weight, groups, bias)
     return y.to(input.dtype)
 

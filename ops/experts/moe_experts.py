@@ -35,6 +35,7 @@ from torch import Tensor
 
 from llmk.ops.common.activations import ACTIVATIONS
 from llmk.ops.common.activations import activation as activation_of
+from llmk.ops.common.groups import groups_of
 from llmk.ops.experts._gated_unit import (
     Gate,
     gated_rows,
@@ -57,7 +58,6 @@ from llmk.ops.experts._sorting import (
     check_indices,
     check_tokens,
     check_weights,
-    groups_of,
     positions_of,
     raise_out_of_range,
     sort_by_expert,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked import Sizes, product_flops
+from llmk.ops.linear_loss.chunked import product_flops
 from llmk.ops.linear_loss.rows.plan import described, kept_rows
 from llmk.registry import Cost, Sample
 
@@ -74,18 +74,11 @@ def rows_plan(input: Tensor, linear_weight: Tensor, *args: Any, chunk_size: int 
 
 
 def linear_plan(
-    input: Tensor,
-    linear_weight: Tensor,
-    *args: Any,
-    chunk_size: int = 0,
-    logits_dtype: torch.dtype | None = None,
-    stored: bool = True,
-    **options: Any,
+    input: Tensor, linear_weight: Tensor, *args: Any, chunk_size: int = 0, stored: bool = True, **options: Any
 ) -> str:
-    """Say in how many tokens at a time a linear layer over classes is computed that has logits."""
+    """Say in how many tokens at a time a layer over classes is computed that has logits, where any are stored."""
     N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
-    sizes = Sizes.of(N, H, V, input.dtype, logits_dtype in (None, torch.float32))
-    return sizes.described(on_host=input.is_cpu, chunk_size=chunk_size, stored=stored)
+    return described(N, H, V, input.dtype, on_host=input.is_cpu, chunk_size=chunk_size, matrices=int(stored))
 
 
 class Float32Linear(torch.autograd.Function):

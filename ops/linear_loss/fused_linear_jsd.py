@@ -180,10 +180,7 @@ def fused_linear_jsd(
         teacher_softcap: The same for the teacher's logits.
         row_weight: Weight `[...]` of each token's loss; the mean divides by their sum. None for 1.
         ignore_index: See `labels`.
-        skip_ignored: Do no work for tokens that do not count. On a CPU they are left out. On a GPU, where only the
-            device knows how many count, the matrix products stop at that number on chips of compute capability 9 and 10
-            in bfloat16, where H is a multiple of 8 and the weight's rows are contiguous; elsewhere they are those of
-            all tokens. Where tokens are more than a chunk, it takes memory for dW once more.
+        skip_ignored: As in `fused_linear_ce`. It takes memory for a copy of the hidden states of both.
         chunk_size: As in `fused_linear_ce`; 0 chooses for both logits together.
         logits_dtype: As in `fused_linear_ce`.
         vocab_start, num_classes, group_name: As in `linear_logprobs`; both weights have the same classes on a rank.

@@ -14,9 +14,9 @@ with a loss f and an estimator KL. So the gradient of l_t is, with level its own
 
 which is known once the token's log-probability is, or its sequence's are, and that of H_t is -h_t: autograd makes it of
 the loss. In the forward pass `drivers/logprobs.py` makes the gradients from these with the chunk's exponentials, and
-the backward pass multiplies them by that of the loss: three products. Logits are made twice in float16, with
-`entropy_weight` or a `support`, and where ratios are per sequence and neither a sequence fits into a chunk nor all
-exponentials can be kept: four products.
+the backward pass multiplies them by that of the loss: three products, with `entropy_weight` and one pass over the
+exponentials. Logits are made twice in float16, with a `support`, with `entropy_weight` and `softcap`, and where ratios
+are per sequence and neither a sequence fits into a chunk nor all exponentials can be kept: four products.
 """
 
 from collections.abc import Iterator
@@ -278,8 +278,8 @@ def fused_linear_policy(
         token_weight * f(log pi, ratio, advantage) + kl_weight * KL(pi, ref) - entropy_weight * entropy
 
     `grpo`, `reinforce`, `rloo`, `ppo`, `sft` and `dft` of `llmk.losses` use it. The gradients that are needed are made
-    in the forward pass and scaled in the backward pass. The logits are made once, or twice in float16, with
-    `entropy_weight` or `support`, and where ratios are per sequence and one does not fit into a chunk.
+    in the forward pass and scaled in the backward pass. The logits are made once, or twice in float16, with `support`,
+    with `entropy_weight` and `softcap`, and where ratios are per sequence and one does not fit into a chunk.
 
     Args:
         input: `[..., S, H]`, or `[H]`; float32, float16 or bfloat16, any strides. Rows of S tokens are sequences where

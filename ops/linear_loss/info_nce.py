@@ -118,8 +118,7 @@ def info_nce_plan(
     query: Tensor, key: Tensor, negatives: Tensor | None = None, *, chunk_size: int = 0, **options: Any
 ) -> str:
     stored = query.is_cpu or stores_products(query)
-    dtype = torch.float32 if stored else query.dtype
-    return linear_plan(query, _keys(key, negatives), chunk_size=chunk_size, logits_dtype=dtype, stored=stored)
+    return linear_plan(query, _keys(key, negatives), chunk_size=chunk_size, stored=stored)
 
 
 def _keys(key: Tensor, negatives: Tensor | None) -> Tensor:

@@ -84,31 +84,38 @@ def ce_tvd_kernel(
     x_t = tl.load(x_ptr + row * x_stride + target, mask=valid, other=0.0).to(tl.float32)
     ce = tl.where(valid, tl.log(total) - (x_t - m), float("nan"))
     distance = tl.zeros((BLOCK_V,), dtype=tl.float32)
-    others = tl.zeros((BLOCK_V,), dtype=tl.float32)
-    below = tl.zeros((BLOCK_V,), dtype=tl.float32)
-    above = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    larger = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    smaller = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    equal = tl.zeros((BLOCK_V,), dtype=tl.float32)
     end = tl.where(counts, V, 0)
     for start in range(0, end, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
-        mask = cols < end
-        q = _probabilities(x_ptr + row * x_stride, cols, mask, m, total, EXACT)
-        p = _probabilities(y_ptr + row * y_stride, cols, mask, n, mass, EXACT)
-        q, p = tl.where(mask, q, 0.0), tl.where(mask, p, 0.0)
+        q = _probabilities(x_ptr + row * x_stride, cols, cols < end, m, total, EXACT)
+        p = _probabilities(y_ptr + row * y_stride, cols, cols < end, n, mass, EXACT)
+        # Most blocks are whole and have no class that is left out: comparing all takes a tenth of the time.
+        if (start + BLOCK_V > end) | ((target >= start) & (target < start + BLOCK_V)):
+            is_other = (cols < end) & (cols != target)
+            q, p = tl.where(is_other, q, 0.0), tl.where(is_other, p, 0.0)
         distance += tl.abs(q - p)
-        others += tl.where(cols == target, 0.0, q)
         # Not by the sign of q - p, which is compiled to a fused multiply and add: of equals it leaves p's rounding.
-        below += tl.where(q > p, 0.0, tl.where(q < p, 2.0 * q, q))
-        above += tl.where(q < p, 0.0, tl.where(q > p, 2.0 * q, q))
+        larger += tl.where(q > p, q, 0.0)
+        smaller += tl.where(q < p, q, 0.0)
+        equal += tl.where((q > p) | (q < p), 0.0, q)
+    q_t = tl.where(valid, _probabilities(x_ptr + row * x_stride, target, valid, m, total, EXACT), 0.0)
+    p_t = tl.where(valid, _probabilities(y_ptr + row * y_stride, target, valid, n, mass, EXACT), 0.0)
+    q_larger, q_smaller, q_equal = tl.sum(larger, axis=0), tl.sum(smaller, axis=0), tl.sum(equal, axis=0)
     tl.store(ce_ptr + row, tl.where(counts, ce, 0.0))
-    tl.store(tvd_ptr + row, 0.5 * tl.sum(distance, axis=0))
+    tl.store(tvd_ptr + row, 0.5 * (tl.sum(distance, axis=0) + tl.abs(q_t - p_t)))
     stats_ptr += row * NUM_STATS
     tl.store(stats_ptr, m)
     tl.store(stats_ptr + 1, total)
     tl.store(stats_ptr + 2, n)
     tl.store(stats_ptr + 3, mass)
-    tl.store(stats_ptr + 4, tl.sum(others, axis=0))
-    tl.store(stats_ptr + 5, tl.sum(below, axis=0))
-    tl.store(stats_ptr + 6, tl.sum(above, axis=0))
+    tl.store(stats_ptr + 4, q_larger + q_smaller + q_equal)
+    own_below = tl.where(q_t > p_t, 0.0, tl.where(q_t < p_t, 2.0 * q_t, q_t))
+    own_above = tl.where(q_t < p_t, 0.0, tl.where(q_t > p_t, 2.0 * q_t, q_t))
+    tl.store(stats_ptr + 5, 2.0 * q_smaller + q_equal + own_below)
+    tl.store(stats_ptr + 6, 2.0 * q_larger + q_equal + own_above)
 
 
 @jit

@@ -56,28 +56,32 @@ def _rms_norm_bwd(
     return norm.backward(grad, None, input, weight, ms, eps, offset, need_weight)
 
 
-# In a graph it is PyTorch's own operations, which Inductor fuses with the sums around it and computes again for the
-# backward pass, so that y is not kept; the backward pass is the kernel. Longer rows Inductor reads from memory twice.
-rms_norm_fwd = KernelOp(_rms_norm_fwd, launch_cached=True, decomposed=norm.inductor_reads_once)
-rms_norm_bwd = KernelOp(_rms_norm_bwd, launch_cached=True)
+def norm_ops(name: str, *, launch_cached: bool) -> tuple[KernelOp, KernelOp]:
+    """Return the kernel ops `_NAME_fwd`, which gives y and ms, and `_NAME_bwd` of a public op."""
+    # In a graph it is PyTorch's own operations, which Inductor fuses with the sums around it and computes again for
+    # the backward pass, so that y is not kept; the backward pass is the kernel. Longer rows Inductor reads from memory
+    # twice.
+    forward = KernelOp(
+        _rms_norm_fwd, name=f"_{name}_fwd", launch_cached=launch_cached, decomposed=norm.inductor_reads_once
+    )
+    backward = KernelOp(_rms_norm_bwd, name=f"_{name}_bwd", launch_cached=launch_cached)
+
+    @forward.register_kernel("cpu")
+    def _(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        y, _, ms = norm.forward_plain(input, None, *rest)
+        return y, ms
+
+    @forward.register_fake
+    def _(input):
+        return input.new_empty(input.shape), input.new_empty(input.shape[:-1], dtype=torch.float32)
+
+    backward.register_kernel("cpu")(lambda grad, *rest: norm.backward_plain(grad, None, *rest))
+    forward.register_backward(backward, outputs=("output", "ms"))
+    forward.register_sharding(split_rows(outputs=2, inputs=1, parameters=1))
+    return forward, backward
 
 
-@rms_norm_fwd.register_kernel("cpu")
-def _(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    y, _, ms = norm.forward_plain(input, None, *rest)
-    return y, ms
-
-
-rms_norm_bwd.register_kernel("cpu")(lambda grad, *rest: norm.backward_plain(grad, None, *rest))
-
-
-@rms_norm_fwd.register_fake
-def _(input):
-    return input.new_empty(input.shape), input.new_empty(input.shape[:-1], dtype=torch.float32)
-
-
-rms_norm_fwd.register_backward(rms_norm_bwd, outputs=("output", "ms"))
-rms_norm_fwd.register_sharding(split_rows(outputs=2, inputs=1, parameters=1))
+rms_norm_fwd, rms_norm_bwd = norm_ops("rms_norm", launch_cached=True)
 
 
 def rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -11,7 +11,7 @@ Backward, given dy; f is computed again, so that only gate and up are kept:
     dgate = dy * up * f'(gate)
     dup   = dy * f(gate)
 
-A packed gate, `[..., 2I]` = gate then up as one projection writes it, gets one packed gradient and no concatenation.
+A packed gate, `[..., 2F]` = gate then up as one projection writes it, gets one packed gradient and no concatenation.
 """
 
 from collections.abc import Iterator
@@ -90,8 +90,10 @@ def gated_unit_backward_kernel(
     up_stride,
     grad_stride,
     ACTIVATION: tl.constexpr,
+    WRITE_Y: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """The gradients; with WRITE_Y y too, in the place of dy."""
     row, cols = row_and_columns(N, BLOCK_N)
     mask = cols < N
     gate_ptr += row * gate_stride
@@ -104,6 +106,8 @@ def gated_unit_backward_kernel(
     activated, derivative = activate_with_grad(gate, ACTIVATION)
     tl.store(dgate_ptr + cols, (dy * up * derivative).to(dgate_ptr.dtype.element_ty), mask=mask)
     tl.store(dup_ptr + cols, (dy * activated).to(dup_ptr.dtype.element_ty), mask=mask)
+    if WRITE_Y:
+        tl.store(dy_ptr + row * dy_stride + cols, (activated * up).to(dy_ptr.dtype.element_ty), mask=mask)
 
 
 def _block(N: int) -> dict[str, int]:
@@ -113,7 +117,7 @@ def _block(N: int) -> dict[str, int]:
 
 
 def _rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, int, int, int]:
-    """Gate and up as rows, their number, their width I, and the stride of up's rows."""
+    """Gate and up as rows, their number, their width F, and the stride of up's rows."""
     gate = as_rows(gate)
     M, N = gate.shape
     if up is None:
@@ -122,7 +126,8 @@ def _rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, int, 
     return gate, up, M, N, up.stride(0)
 
 
-def _gated_unit_fwd(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def gated_unit(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """Launch the forward pass."""
     gate_rows, up_rows, M, N, up_stride = _rows(gate, up)
     y = empty((*gate.shape[:-1], N), gate.dtype, gate.device)
     block = _block(N)
@@ -132,35 +137,29 @@ def _gated_unit_fwd(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     return y
 
 
-def _gated_unit_bwd(grad: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    dy = as_rows(grad)
+def gated_unit_gradients(
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, write_y: bool
+) -> tuple[Tensor, Tensor]:
+    """Launch the backward pass for dy `[M, F]`, in which y is found afterwards if `write_y`."""
     gate_rows, up_rows, M, N, up_stride = _rows(gate, up)
     dgate = empty(gate.shape, gate.dtype, gate.device)
-    dup = no_gradient(grad) if up is None else empty(up.shape, gate.dtype, gate.device)
+    dup = no_gradient(dy) if up is None else empty(up.shape, gate.dtype, gate.device)
     block = _block(N)
     # A packed gradient is handed over once: two views of one buffer would be copied under functionalization.
     strides = dy.stride(0), gate_rows.stride(0), up_stride, gate_rows.shape[1]
     wrap_triton(gated_unit_backward_kernel)[(M * cdiv(N, block["BLOCK_N"]),)](
-        dy, gate_rows, up_rows, dgate, None if up is None else dup, N, *strides, ACTIVATION=activation, **block
-    )
+        dy, gate_rows, up_rows, dgate, None if up is None else dup, N, *strides,
+        ACTIVATION=activation, WRITE_Y=write_y, **block,
+    )  # fmt: skip
     return dgate, dup
 
 
-# In a graph both are PyTorch's own operations: y need not be kept, as what Inductor makes of the backward pass
-# computes it again, from what it reads anyway. Inductor writes a packed gradient twice, so there the kernels stay.
-swiglu_fwd, geglu_fwd = (
-    KernelOp(_gated_unit_fwd, name=name, launch_cached=True, decomposed=lambda gate, up, _: up is not None)
-    for name in ("_swiglu_fwd", "_geglu_fwd")
-)
-swiglu_bwd, geglu_bwd = (
-    KernelOp(_gated_unit_bwd, name=name, launch_cached=True, decomposed=lambda grad, gate, up, _: up is not None)
-    for name in ("_swiglu_bwd", "_geglu_bwd")
-)
+def _gated_unit_bwd(grad: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    return gated_unit_gradients(as_rows(grad), gate, up, activation, write_y=False)
 
 
-@swiglu_fwd.register_kernel("cpu")
-@geglu_fwd.register_kernel("cpu")
-def _(gate, up, name):
+def gated_unit_plain(gate: Tensor, up: Tensor | None, name: str) -> Tensor:
+    """`gated_unit` in plain PyTorch."""
     dtype = gate.dtype
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
@@ -168,9 +167,8 @@ def _(gate, up, name):
         return (activation(gate.float(), name) * up.float()).to(dtype).contiguous()
 
 
-@swiglu_bwd.register_kernel("cpu")
-@geglu_bwd.register_kernel("cpu")
-def _(grad, gate, up, name):
+def gated_unit_gradients_plain(grad: Tensor, gate: Tensor, up: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    """The gradients in plain PyTorch."""
     packed, dtype = up is None, gate.dtype
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
@@ -180,6 +178,24 @@ def _(grad, gate, up, name):
     if packed:
         return torch.cat([dgate, dup], dim=-1), no_gradient(grad)
     return dgate.contiguous(), dup.contiguous()
+
+
+# In a graph both are PyTorch's own operations: y need not be kept, as what Inductor makes of the backward pass
+# computes it again, from what it reads anyway. Inductor writes a packed gradient twice, so there the kernels stay.
+swiglu_fwd, geglu_fwd = (
+    KernelOp(gated_unit, name=name, launch_cached=True, decomposed=lambda gate, up, _: up is not None)
+    for name in ("_swiglu_fwd", "_geglu_fwd")
+)
+swiglu_bwd, geglu_bwd = (
+    KernelOp(_gated_unit_bwd, name=name, launch_cached=True, decomposed=lambda grad, gate, up, _: up is not None)
+    for name in ("_swiglu_bwd", "_geglu_bwd")
+)
+
+
+swiglu_fwd.register_kernel("cpu")(gated_unit_plain)
+geglu_fwd.register_kernel("cpu")(gated_unit_plain)
+swiglu_bwd.register_kernel("cpu")(gated_unit_gradients_plain)
+geglu_bwd.register_kernel("cpu")(gated_unit_gradients_plain)
 
 
 @swiglu_fwd.register_fake
@@ -240,12 +256,17 @@ def gated_unit_cost(gate: Tensor, up: Tensor | None = None, *, approximate: str 
     return Cost(bytes_forward=3 * tensor, bytes_full=8 * tensor)
 
 
-def _check(gate: Tensor, up: Tensor | None) -> None:
+def check_gate(gate: Tensor, up: Tensor | None) -> None:
+    """
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape does not fit.
+    """
     check_dtype("gate", gate)
     if up is not None:
         check_like("up", up, "gate", gate)
     if gate.dim() == 0 or (up is None and gate.shape[-1] % 2 == 1):
-        expected = "[..., I]" if up is not None else "[..., 2I], gate then up, when up is None"
+        expected = "[..., F]" if up is not None else "[..., 2F], gate then up, when up is None"
         raise ValueError(f"gate: expected shape {expected}, got {tuple(gate.shape)}")
 
 
@@ -272,12 +293,12 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """The gated unit `silu(gate) * up`, computed in float32 with one rounding.
 
     Args:
-        gate: `[..., I]`, float32, float16 or bfloat16, any strides; or packed `[..., 2I]`, gate then up, when `up` is
+        gate: `[..., F]`, float32, float16 or bfloat16, any strides; or packed `[..., 2F]`, gate then up, when `up` is
             None.
-        up: `[..., I]`, shape and dtype of `gate`.
+        up: `[..., F]`, shape and dtype of `gate`.
 
     Returns:
-        `[..., I]`, contiguous, in the dtype of `gate`.
+        `[..., F]`, contiguous, in the dtype of `gate`.
 
     Raises:
         TypeError: A dtype is not one of these, or the two differ.
@@ -285,7 +306,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    _check(gate, up)
+    check_gate(gate, up)
     return swiglu_fwd(gate, up, "silu")
 
 
@@ -304,14 +325,14 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") 
     """The gated unit `gelu(gate) * up`, computed in float32 with one rounding.
 
     Args:
-        gate: `[..., I]`, float32, float16 or bfloat16, any strides; or packed `[..., 2I]`, gate then up, when `up` is
+        gate: `[..., F]`, float32, float16 or bfloat16, any strides; or packed `[..., 2F]`, gate then up, when `up` is
             None.
-        up: `[..., I]`, shape and dtype of `gate`.
+        up: `[..., F]`, shape and dtype of `gate`.
         approximate: "tanh" for GELU's tanh form, "none" for the exact one, as in `torch.nn.functional.gelu`; Gemma's is
             "tanh".
 
     Returns:
-        `[..., I]`, contiguous, in the dtype of `gate`.
+        `[..., F]`, contiguous, in the dtype of `gate`.
 
     Raises:
         TypeError: A dtype is not one of these, or the two differ.
@@ -319,6 +340,6 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") 
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    _check(gate, up)
+    check_gate(gate, up)
     check_option("approximate", approximate, ("tanh", "none"))
     return geglu_fwd(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")

@@ -1,6 +1,6 @@
 """The recurrence in chunks, in Triton; the package's docstring has the formulas, and names are theirs.
 
-Four kernels make the forward pass, and two of them are repeated in the backward pass instead of keeping what they made.
+Three kernels make the forward pass, and two of them are repeated in the backward pass instead of keeping what they made.
 A cast accumulator is never transposed for a product: some releases of Triton compute that wrongly on Hopper. Where one
 is needed transposed it is stored, and loaded by its strides in the next kernel; what was loaded is transposed in place.
 """
@@ -235,9 +235,10 @@ def _column(ptr, keys, K):
 
 @jit
 def _times_state(k, k_ptr, state, stored_ptr, rows, cols, T, K, V, stride, PART: tl.constexpr):
-    """K times a state, which has just been stored at `stored_ptr`.
+    """K times a state.
 
-    A product of float32 holds the operands of its whole sum in registers: it reads both again, PART keys at a time.
+    A product of float32 holds the operands of its whole sum in registers: it reads both again, PART keys at a time, the
+    state from `stored_ptr`, where it has just been stored.
     """
     if PART > 0:
         tl.debug_barrier()  # so that each thread sees what the others stored
@@ -259,18 +260,21 @@ def _transposed(k, k_ptr, rows, keys, T, K, stride, PART: tl.constexpr):
 
 @jit
 def chunk_states_kernel(
-    k_ptr, ends_ptr, v_ptr, beta_ptr, start_ptr, end_ptr, whole_ptr, inverse_ptr, initial_ptr, states_ptr, rests_ptr,
-    u_ptr, final_ptr,
+    q_ptr, k_ptr, ends_ptr, v_ptr, beta_ptr, start_ptr, end_ptr, whole_ptr, scores_ptr, inverse_ptr, initial_ptr,
+    states_ptr, rests_ptr, u_ptr, out_ptr, final_ptr, scale,
     T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The state from chunk to chunk, of one block of its columns: each chunk's first, U, and the last."""
+    """The state from chunk to chunk, of one block of its columns: each chunk's first, U and O, and the last."""
     blocks = tl.cdiv(V, BLOCK_V)
     row, block = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks
     b, h = row // H, row % H
-    k_ptr += (b * T * HK + h // (H // HK)) * K
+    key_head = (b * T * HK + h // (H // HK)) * K
+    k_ptr += key_head
+    if out_ptr is not None:
+        q_ptr += key_head
     if ends_ptr is not None:
-        ends_ptr += (b * T * HK + h // (H // HK)) * K
-    v_ptr += (b * T * H + h) * V
+        ends_ptr += key_head
+    values = (b * T * H + h) * V
     t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     undecayed = tl.full((C,), 1.0, dtype=tl.float32)  # queries and keys have d and e of their channels in them
     state = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
@@ -278,22 +282,32 @@ def chunk_states_kernel(
         state += _load(initial_ptr + row * K * V, keys, cols, K, V, V)
     for step in range(0, N):
         chunk = tl.cast(step, tl.int64)
-        rows = chunk * C + t
-        stored_ptr = states_ptr + (row * N + chunk) * K * V
+        rows, matrix = chunk * C + t, (row * N + chunk) * C * C
+        stored_ptr = None
         if rests_ptr is not None:
             rest = _rest(state, states_ptr.dtype.element_ty, rests_ptr.dtype.element_ty)
             _store(rests_ptr + (row * N + chunk) * K * V, rest, keys, cols, K, V, V)
-        _store(stored_ptr, state, keys, cols, K, V, V)
+        if states_ptr is not None:
+            stored_ptr = states_ptr + (row * N + chunk) * K * V
+            _store(stored_ptr, state, keys, cols, K, V, V)
         tokens = (row * N + chunk) * C + t
-        k, u = _load(k_ptr, rows, keys, T, K, HK * K), _load(v_ptr, rows, cols, T, V, H * V).to(tl.float32)
+        k, u = _load(k_ptr, rows, keys, T, K, HK * K), _load(v_ptr + values, rows, cols, T, V, H * V)
+        d, wide = undecayed if whole_ptr is not None else tl.load(start_ptr + tokens), u.to(tl.float32)
         if beta_ptr is not None:
             beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-            d = undecayed if whole_ptr is not None else tl.load(start_ptr + tokens)
             predicted = _times_state(k, k_ptr, state, stored_ptr, rows, cols, T, K, V, HK * K, PART)
-            r = beta[:, None] * (u - d[:, None] * predicted)
-            inverse = _load(inverse_ptr + (row * N + chunk) * C * C, t, t, C, C, C)
-            u = _product(inverse, r.to(k_ptr.dtype.element_ty))
-            _store(u_ptr + (b * T * H + h) * V, u, rows, cols, T, V, H * V)
+            r = beta[:, None] * (wide - d[:, None] * predicted)
+            inverse = _load(inverse_ptr + matrix, t, t, C, C, C)
+            wide = _product(inverse, r.to(k_ptr.dtype.element_ty))
+            u = wide.to(k_ptr.dtype.element_ty)
+            if u_ptr is not None:
+                _store(u_ptr + values, u, rows, cols, T, V, H * V)
+        if out_ptr is not None:
+            q = _load(q_ptr, rows, keys, T, K, HK * K)
+            out = _times_state(q, q_ptr, state, stored_ptr, rows, cols, T, K, V, HK * K, PART)
+            out *= (tl.cast(scale, tl.float32) * d)[:, None]
+            out += _product(_load(scores_ptr + matrix, t, t, C, C, C), u)
+            _store(out_ptr + values, out, rows, cols, T, V, H * V)
         if whole_ptr is not None:
             e, whole = undecayed, _column(whole_ptr + (row * N + chunk) * K, keys, K)
         else:
@@ -302,36 +316,9 @@ def chunk_states_kernel(
             kt = _load_transposed(ends_ptr, rows, keys, T, K, HK * K)
         else:
             kt = _transposed(k, k_ptr, rows, keys, T, K, HK * K, PART)
-        state = whole * state + _product(kt, (e[:, None] * u).to(k_ptr.dtype.element_ty))
+        state = whole * state + _product(kt, (e[:, None] * wide).to(k_ptr.dtype.element_ty))
     if final_ptr is not None:
         _store(final_ptr + row * K * V, state, keys, cols, K, V, V)
-
-
-@jit
-def chunk_outputs_kernel(
-    q_ptr, u_ptr, start_ptr, scores_ptr, states_ptr, out_ptr, scale, T, N, H, HK, K, V,
-    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """O of one chunk and one block of columns."""
-    blocks = tl.cdiv(V, BLOCK_V)
-    block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
-    chunk, row = place % N, place // N
-    b, h = row // H, row % H
-    q_ptr += (b * T * HK + h // (H // HK)) * K
-    t, cols = tl.arange(0, C), block * BLOCK_V + tl.arange(0, BLOCK_V)
-    rows = chunk * C + t
-    out = tl.zeros((C, BLOCK_V), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        keys = start + tl.arange(0, BLOCK_K)
-        state = _load(states_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V)
-        out += _product(_load(q_ptr, rows, keys, T, K, HK * K), state)
-    if start_ptr is not None:
-        out *= (tl.cast(scale, tl.float32) * tl.load(start_ptr + (row * N + chunk) * C + t))[:, None]
-    else:
-        out *= tl.cast(scale, tl.float32)
-    scores = _load(scores_ptr + (row * N + chunk) * C * C, t, t, C, C, C)
-    out += _product(scores, _load(u_ptr + (b * T * H + h) * V, rows, cols, T, V, H * V))
-    _store(out_ptr + (b * T * H + h) * V, out, rows, cols, T, V, H * V)
 
 
 @jit

@@ -18,7 +18,6 @@ from llmk.ops.recurrence._channel_kernels import (
 from llmk.ops.recurrence._chunk_kernels import (
     chunk_inverse_kernel,
     chunk_keys_backward_kernel,
-    chunk_outputs_kernel,
     chunk_scores_backward_kernel,
     chunk_scores_kernel,
     chunk_states_backward_kernel,
@@ -241,27 +240,27 @@ def _state_tile(x: Inputs, *, again: bool = False, backward: bool = False) -> di
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
     if block_k > 128:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
-    if again or (x.beta is None and not backward):  # what rounding a corrected state left has no room beside 64
-        most, stages = 32, _stages(x, 3)
-    elif x.beta is None or not backward:
-        most, stages = 64, _stages(x)
-    else:  # a correction's gradient has more in registers; of channels, in shared memory too, which two steps fill
-        most, stages = 32, 1 if x.per_channel else _stages(x)
+    if (
+        backward
+    ):  # a correction's gradient has more in registers; of channels, in shared memory too, which two steps fill
+        most = 64 if x.beta is None else 32
+        stages = 1 if x.per_channel and x.beta is not None else _stages(x)
+    elif again:
+        most, stages = (32, _stages(x, 3)) if x.beta is None or x.per_channel else (64, _stages(x))
+    else:  # the outputs' operands are in shared memory besides; with a correction's, 64 columns spill
+        most, stages = 64 if x.beta is None else 32, max(1, _stages(x, 3) - 1)
     block_v = x.columns(most, x.v.shape[-1])
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": 4, "num_stages": stages}
 
 
-def _states(x: Inputs, m: Matrices, rests: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Each chunk's first state and U; what their rounding left is written into `rests`, the last state into `final`."""
+def _walk(x: Inputs, m: Matrices, tile: dict[str, int], **results: Tensor | None) -> None:
+    """Go from chunk to chunk, and write those of the results that are given, by their names in the kernel."""
     T, N, H, _, K, V = x.sizes
-    states = x.buffer((x.rows, N, K, V))
-    u = x.v if x.beta is None else x.buffer(x.v.shape)
-    tile = _state_tile(x, again=rests is not None)
     wrap_triton(chunk_states_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
-        m.keys, m.ends, x.v, x.beta, m.start, m.end, m.whole, m.inverse, x.initial, states, rests, u, final,
+        m.queries, m.keys, m.ends, x.v, x.beta, m.start, m.end, m.whole, m.scores, m.inverse, x.initial,
+        *(results.get(name) for name in ("states", "rests", "u", "out", "final")), x.scale,
         T, N, H, m.heads, K, V, C=x.chunk, **tile,
     )  # fmt: skip
-    return states, u
 
 
 @dataclass(frozen=True)
@@ -275,16 +274,12 @@ class Forward:
 
 def launch_forward(call: Call, *, keep: bool) -> Forward:
     x = inputs(call)
-    T, N, H, _, K, V = x.sizes
+    _, N, H, _, K, V = x.sizes
     out = x.buffer(x.v.shape)
     final = x.buffer((x.v.shape[0], H, K, V), torch.float32)
-    m = _matrices(x, None, keep=keep)
-    states, u = _states(x, m, None, final)
-    block_k, block_v = x.columns(128 // x.q.element_size(), K), x.columns(256 // x.q.element_size(), V)
-    tile = {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "num_stages": _stages(x)}
-    wrap_triton(chunk_outputs_kernel)[(x.rows * N * cdiv(V, tile["BLOCK_V"]),)](
-        m.queries, u, m.start, m.scores, states, out, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile
-    )
+    m, tile = _matrices(x, None, keep=keep), _state_tile(x)
+    states = x.buffer((x.rows, N, K, V)) if tile["PART"] > 0 else None
+    _walk(x, m, tile, states=states, out=out, final=final)
     kept = Kept(m.inverse, m.scores if x.per_channel else None, m.kk) if keep else Kept(None, None, None)
     width, values = call.q.shape[3], call.v.shape[3]
     return Forward(cut(out, values), cut(final, width, values), kept)
@@ -312,7 +307,8 @@ def launch_backward(
     m = _matrices(x, kept, keep=False)
     rest_dtype = torch.int16 if x.q.dtype == torch.bfloat16 else torch.int32
     rests = None if x.is_float32 else x.buffer((x.rows, N, K, V), rest_dtype)
-    states, u = _states(x, m, rests, None)
+    states, u = x.buffer((x.rows, N, K, V)), x.v if x.beta is None else x.buffer(x.v.shape)
+    _walk(x, m, _state_tile(x, again=True), states=states, rests=rests, u=None if x.beta is None else u)
     dstates, dv = x.buffer(tuple(states.shape)), x.buffer(x.v.shape)
     dr = None if x.beta is None else x.buffer(x.v.shape)
     dinitial = x.buffer(dfinal.shape, torch.float32) if need_initial_state else None

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.linear_loss.chunked._linear import ChunkedLinear
 from llmk.ops.linear_loss.rows.projection import MatrixProjection
 from llmk.registry import OPS, Sample
 from llmk.registry.private.operators import schema_of
@@ -58,18 +57,13 @@ def test_rounded_logits_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def change_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor | None], Tensor]) -> None:
-    """Change logits with their bias, both where they are whole blocks and where they become exponentials in place."""
-    product, logits_of = ChunkedLinear._product, MatrixProjection._all_logits
+    """Change logits with their bias, those that are kept and those that become exponentials."""
+    logits_of = MatrixProjection._all_logits
 
-    def of_block(self: ChunkedLinear, rows: slice, logits: Tensor) -> Tensor:
-        product(self, rows, logits)
-        return logits.copy_(change(logits, self.bias))
+    def changed(self: MatrixProjection, *args: Any) -> Tensor:
+        return change(logits_of(self, *args), self.weights.bias)
 
-    def of_chunk(self: MatrixProjection, rows: slice) -> Tensor:
-        return change(logits_of(self, rows), self.weights.bias)
-
-    monkeypatch.setattr(ChunkedLinear, "_product", of_block)
-    monkeypatch.setattr(MatrixProjection, "_all_logits", of_chunk)
+    monkeypatch.setattr(MatrixProjection, "_all_logits", changed)
 
 
 def test_a_bias_is_added_to_products_that_nothing_rounded(monkeypatch: pytest.MonkeyPatch) -> None:

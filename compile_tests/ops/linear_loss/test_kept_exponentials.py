@@ -48,9 +48,14 @@ def test_a_step_takes_three_products_where_they_are_kept_and_else_four(monkeypat
     assert products(*head(17)) == 4
 
 
-def test_gradients_that_are_no_multiple_of_exponentials_take_four_products() -> None:
+def test_the_gradient_of_an_entropy_takes_three_products_without_a_cap() -> None:
     x, weight, target = head(8)
-    assert products(x, weight, target, of=1) == 4  # that of an entropy
+    assert products(x, weight, target, of=1) == 3
+    assert products(x, weight, target, of=1, softcap=5.0) == 4
+
+
+def test_gradients_that_exponentials_do_not_give_take_four_products() -> None:
+    x, weight, target = head(8)
     assert products(x, weight, torch.stack((target, target.flip(0)), -1)) == 4
     assert products(x, weight, target, support=target.unsqueeze(-1)) == 4
     assert products(x.detach().half().requires_grad_(), weight.detach().half().requires_grad_(), target) == 4
@@ -114,7 +119,7 @@ OPTIONS += [{"skip_ignored": True, "chunk_size": 4}]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.kernels
 def test_a_second_backward_pass_finds_what_the_first_found(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Once with the exponentials that were kept, once with the logits made again, for the entropy."""
+    """Once with the exponentials as they were kept, once with what one pass makes of them for the entropy."""
     if dtype == torch.float32:
         options = {name: value for name, value in options.items() if name != "logits_dtype"}
     x, weight, target = (each.detach().to(dtype) if each.is_floating_point() else each for each in head(9))

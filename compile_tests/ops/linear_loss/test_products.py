@@ -17,7 +17,7 @@ from llmk.ops.linear_loss.rows._classes import Numbering
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
 from llmk.ops.linear_loss.rows.plan import Plan
 from llmk.ops.linear_loss.rows.products import Rows, Weights
-from llmk.ops.linear_loss.rows.projection import Chunk, Gradients, MatrixProjection, RowMatrix
+from llmk.ops.linear_loss.rows.projection import Chunk, Gradients, MatrixProjection, RowMatrix, projection_of
 from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
@@ -148,9 +148,8 @@ def test_results_have_memory_of_their_own(skip_ignored: bool, device: torch.devi
 def exponentials(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Make P by the kernel, and the same in float64, with a column of 0 for each target."""
     weights, device = Weights(weight, None, None, Transform()), x.device
-    rows = SoftmaxRows(
-        CompactedTokens((len(x),)), x, weights, None, target.unsqueeze(1), -100, Plan(len(x), True), by_kernels=True
-    )
+    layer, tokens = projection_of(x, weights, None, by_kernels=True), CompactedTokens((len(x),))
+    rows = SoftmaxRows(tokens, layer, target.unsqueeze(1), -100, Plan(len(x), True))
     chunk, _ = rows.chunk(slice(0, len(x)))
     p = torch.full((len(x), V), float("nan"), dtype=x.dtype, device=device)
     numbers = chunk.y_own.unsqueeze(0)

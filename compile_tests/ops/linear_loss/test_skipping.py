@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.linear_loss.chunked import _dynamic_rows, _linear
 from llmk.ops.linear_loss.rows import products
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 from llmk.registry import OPS, Sample
@@ -124,33 +123,25 @@ def test_operands_that_no_descriptor_reads_stop_at_the_count_too(ends: list[int]
 
 
 @pytest.fixture
-def ends_of_logits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fill what a product of the divergences leaves unwritten past the count with NaN; give the counts."""
+def ends_of_logits(ends: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fill the logits past the count with NaN too; give the counts of the blocks."""
     seen: list[int] = []
+    launch_logits = products.launch_logits
 
-    def spoil(rows: Tensor, end: Tensor) -> Tensor:
-        rows[int(end) :] = float("nan")
-        seen.append(int(end))
-        return rows
+    def logits(rows: Any, weights: Any, p: Tensor | None, parts: Tensor | None = None, **options: Any) -> None:
+        launch_logits(rows, weights, p, parts, **options)
+        if p is not None and options.get("logits"):
+            p[int(rows.end) :] = float("nan")
+            seen.append(int(rows.end))
 
-    input_gradient, float32_outputs = _dynamic_rows.input_gradient, _dynamic_rows.float32_outputs
-
-    def gradient(dlogits: Tensor, weight: Tensor, end: Tensor) -> Tensor:
-        return spoil(input_gradient(dlogits, weight, end), end)
-
-    def outputs(x: Tensor, weight: Tensor, end: Tensor, logits: Tensor) -> None:
-        float32_outputs(x, weight, end, logits)
-        spoil(logits, end)
-
-    monkeypatch.setattr(_linear, "input_gradient", gradient)
-    monkeypatch.setattr(_linear, "float32_outputs", outputs)
+    monkeypatch.setattr(products, "launch_logits", logits)
     return seen
 
 
 @pytest.mark.parametrize("counted", [0, 7])
 @pytest.mark.parametrize("aligned", [True, False])
 def test_divergences_read_nothing_past_the_count(aligned: bool, counted: int, ends_of_logits: list[int]) -> None:
-    """The operators take all tokens where rows are not aligned."""
+    """Whether descriptors read the rows or pointers."""
     classes, features = LONGEST_SHORT + 13, H if aligned else H - 4  # rows of fewer classes leave nothing
     student, teacher = ((torch.randn(N, h).bfloat16(), torch.randn(classes, h).bfloat16()) for h in (features, 24))
     labels = torch.randint(0, classes, (N,))
@@ -159,8 +150,7 @@ def test_divergences_read_nothing_past_the_count(aligned: bool, counted: int, en
         (*student, *teacher), {"skip_ignored": True, "chunk_size": 6, "labels": labels}, why=f"{counted} count"
     )
     require_accurate(OPS["fused_linear_jsd"], sample, call(OPS["fused_linear_jsd"], sample))
-    assert bool(ends_of_logits) == aligned
-    assert not aligned or ends_of_logits[0] == min(counted, 6)
+    assert ends_of_logits[:4] == [end for end in chunk_counts(counted, 6) for _ in ("student", "teacher")]
 
 
 G, S = 5, 3

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import SavedGradients, save_gradients
-from llmk.ops.linear_loss.chunked._compacted import CompactedTokens, RowCounts
-from llmk.ops.linear_loss.chunked._dynamic_rows import can_group_classes, can_group_rows
-from llmk.ops.linear_loss.chunked._plan import Plan, plan
+from llmk.ops.linear_loss.chunked._compacted import CompactedTokens
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice
 from llmk.ops.linear_loss.head import DIFFERENTIABLE, Head
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
+from llmk.ops.linear_loss.rows.plan import Plan, plan
 from llmk.registry import CallOp, FromArguments, KernelOp, from_arguments, is_sharded
 from llmk.registry.checks import resolve_group
 from llmk.registry.devices import runs_kernels
@@ -43,42 +42,14 @@ class LinearCall(FromArguments):
         """The names of the tensors with a row for each token, which may be None, and of lists of them."""
         raise NotImplementedError
 
-    @property
-    def linear_layers(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """The input and weight of each linear layer."""
-        return ((self.input, self.linear_weight),)
-
-    @property
-    def clears_rows(self) -> bool:
-        """True if skipped rows that products read become zeros: 0 times what they held might be NaN."""
-        return True
-
     def can_compact(self, impl: Implementation) -> bool:
-        """Return True if the tokens that do not count are skipped: not every GPU has products for it.
-
-        All ranks decide alike, whatever classes they have: they exchange statistics of the same tokens.
-        """
-        if not self.skip_ignored or impl.on_host:
-            return self.skip_ignored
-        rows_can = all(can_group_rows(x) for x, _ in self.linear_layers)
-        return rows_can and (self.shard is not None or self.has_grouped_products)
-
-    @property
-    def has_grouped_products(self) -> bool:
-        """True if products of this rank's classes may stop at a number of rows that only the device knows."""
-        return all(can_group_classes(weight) for _, weight in self.linear_layers)
-
-    def product_end(self, compacted: CompactedTokens) -> RowCounts | None:
-        """Return how many of the compacted rows are multiplied; None for all of them."""
-        return None if compacted.count is None or not self.has_grouped_products else compacted.count
+        """Return True if the tokens that do not count are skipped: torch's float32 products have no count on a GPU."""
+        return self.skip_ignored and (impl.on_host or self.input.dtype != torch.float32)
 
     def compacted(self, impl: Implementation, segment: int | None = None) -> tuple[CompactedTokens, Self]:
         """Return the tokens that the loss is computed for, and the call for these: see `CompactedTokens.of`."""
         if not self.can_compact(impl):
-            tokens = CompactedTokens(tuple(self.tokens))
-            if not (self.skip_ignored and self.clears_rows):
-                return tokens, self
-            return tokens, replace(self, input=self.input.masked_fill(self.mask().logical_not().unsqueeze(-1), 0.0))
+            return CompactedTokens(tuple(self.tokens)), self
         compacted = CompactedTokens.of(self.mask(), on_host=impl.on_host, segment=segment)
 
         def gathered(value: Tensor | Sequence[Tensor] | None) -> Any:
@@ -86,30 +57,16 @@ class LinearCall(FromArguments):
                 return None if value is None else compacted.gather(value)
             return [compacted.gather(each) for each in value]
 
-        rows: dict[str, Any] = {name: gathered(getattr(self, name)) for name in self.token_tensors}
-        if compacted.count is not None and self.clears_rows:
-            past = compacted.count.past(self.tokens.numel())
-            rows["input"] = rows["input"].masked_fill(past.unsqueeze(-1), 0.0)
-        return compacted, replace(self, **rows)
+        return compacted, replace(self, **{name: gathered(getattr(self, name)) for name in self.token_tensors})
 
-    def plan(self, impl: Implementation, *, layers: int = 1, remade: bool = False) -> Plan:
-        """Return the plan of the linear layer, or of several over the same classes."""
-        return plan(
-            self.tokens.numel(),
-            self.input.shape[-1],
-            self.mean_classes,
-            self.input.dtype,
-            float32_logits=self.float32_logits,
-            on_host=impl.on_host,
-            chunk_size=self.chunk_size,
-            layers=layers,
-            dynamic=not impl.on_host and self.can_compact(impl),
-            remade=remade,
-        )
+    def plan(self, impl: Implementation, **options: int) -> Plan:
+        """Return the plan, given the `group` or the `matrices` of `plan`."""
+        sizes = self.tokens.numel(), self.input.shape[-1], self.mean_classes
+        return plan(*sizes, self.input.dtype, on_host=impl.on_host, chunk_size=self.chunk_size, **options)
 
     @property
-    def logits_dtype(self) -> torch.dtype:
-        return torch.float32 if self.float32_logits else self.input.dtype
+    def rounds_logits(self) -> bool:
+        return not self.float32_logits and self.input.dtype != torch.float32
 
     @property
     def tokens(self) -> torch.Size:

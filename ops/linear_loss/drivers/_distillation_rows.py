@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked import ChunkedLinear, LinearGradients, scaled
 from llmk.ops.linear_loss.drivers._rows_call import NOT_IGNORED
 from llmk.ops.linear_loss.drivers._tails import Tails
 from llmk.ops.linear_loss.drivers.distillation_call import DistillationCall, TopkTeachers
 from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
+from llmk.ops.linear_loss.rows.logits import LogitRows, scaled
+from llmk.ops.linear_loss.rows.projection import Gradients
 from llmk.registry import gradient_of
 
 
@@ -41,31 +42,34 @@ class DivergenceRows:
 
     impl: Implementation
     call: DistillationCall
-    student: ChunkedLinear
-    teachers: list[ChunkedLinear]
+    student: LogitRows
+    teachers: list[LogitRows]
     maps: list[Tensor | None]
     topk: TopkTeachers | None
     counts: Tensor
 
     def losses(
-        self, gradients: LinearGradients, loss_grads: Tensor, ce_grads: Tensor | None, sizes: list[Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, gradients: Gradients | None, loss_grads: Tensor, ce_grads: Tensor | None, scale: Tensor | None = None,
+        sizes: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the divergences `[D, N]` and the sum of the cross entropies, given the gradient of each term.
 
-        With `sizes` the largest size of each block's gradient of the logits is added to them; none need be needed.
+        With `sizes` the largest size of each block's gradient of the logits is added to them, and to nothing else.
         """
         student, teachers, maps, topk, D = self.student, self.teachers, self.maps, self.topk, len(self.teachers)
         impl, call = self.impl, self.call
-        loss_grads = scaled(loss_grads, gradients.scale)
-        ce_grads = None if ce_grads is None else scaled(ce_grads, gradients.scale)
-        wanted = any(gradients.need) or sizes is not None
-        widest = max(teachers, key=lambda layer: layer.weight.shape[0], default=None)
-        buffer = student.buffer(0, student.logits_dtype) if widest is None else widest.block_buffer()
+        loss_grads = scaled(loss_grads, scale)
+        ce_grads = None if ce_grads is None else scaled(ce_grads, scale)
+        wanted = gradients is not None or sizes is not None
+        widest = max(teachers, key=lambda rows: rows.layer.V, default=student)
+        buffer = widest.buffer(widest.plan.block_rows if teachers else 0)
         order = sorted(range(D), key=lambda i: maps[i] is None)  # those with a map first: the last writes all columns
         has_maps, has_plain = any(ids is not None for ids in maps), any(ids is None for ids in maps)
-        totals = student.buffer(student.plan.block_rows if wanted and call.adds_gradients else 0, torch.float32)
+        totals = student.buffer(student.plan.block_rows if wanted and call.adds_gradients else 0)
         divergences, logprobs = [], [self.counts.new_zeros((1,))]
-        for block, z, dz in gradients.blocks():
+        for block, end, z, dz in student.blocks(gradients, self.counts, scale):
+            assert z is not None
+            assert dz is not None
             counts, wants_block, before, ce = self.counts[block], wanted and z.numel() > 0, None, None
             if ce_grads is not None:
                 logprob, ce = self._cross_entropy_term(z, block, ce_grads)
@@ -80,7 +84,7 @@ class DivergenceRows:
             plain = impl.divergence.statistics(z, counts, call.temperature, call.softcap) if has_plain else None
             for i in order:
                 ids, softmaxes = maps[i], call.softmaxes(call.teachers[i])
-                x, w = z if ids is None else z.index_select(1, ids), teachers[i].outputs(block, buffer)
+                x, w = z if ids is None else z.index_select(1, ids), teachers[i].logits(block, end, buffer)
                 losses[i], stats, sums = self._divergences(x, w, counts, plain if ids is None else None, softmaxes)
                 if wants_block:
                     grads = counts, loss_grads[i, block], stats, sums
@@ -92,7 +96,6 @@ class DivergenceRows:
                         out = dz if i == order[-1] else total
                         impl.divergence.gradients(x, w, *grads, ce, before, out, softmaxes)
                         ce, before = None, out
-                del x, w  # a product that allocates its result would hold two
             divergences.append(torch.stack(losses))
             if wants_block and not has_plain:
                 self._finish(z, ce, total, dz)

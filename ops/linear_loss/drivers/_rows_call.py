@@ -10,9 +10,15 @@ from torch import Tensor
 from llmk.ops.linear_loss.chunked import CompactedTokens, LinearCall
 from llmk.ops.linear_loss.kernels import Implementation
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
-from llmk.ops.linear_loss.rows.plan import Plan, kept_rows, plan
+from llmk.ops.linear_loss.rows.plan import Plan, kept_rows
 from llmk.ops.linear_loss.rows.products import Weights
-from llmk.ops.linear_loss.rows.projection import ALIGNED, Gradients
+from llmk.ops.linear_loss.rows.projection import (
+    ALIGNED,
+    Gradients,
+    KernelProjection,
+    MatrixProjection,
+    projection_of,
+)
 from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import cdiv
 from llmk.registry.devices import kernels_on_cpu
@@ -30,18 +36,6 @@ class RowsCall(LinearCall):
     ignore_index: int = NOT_IGNORED
 
     @property
-    def clears_rows(self) -> bool:
-        return False  # the kernels read no row past the count
-
-    def can_compact(self, impl: Implementation) -> bool:
-        """Return True if the tokens that do not count are skipped: torch's float32 products have no count on a GPU."""
-        return self.skip_ignored and (impl.on_host or self.input.dtype != torch.float32)
-
-    @property
-    def rounds_logits(self) -> bool:
-        return not self.float32_logits and self.input.dtype != torch.float32
-
-    @property
     def transform(self) -> Transform:
         raise NotImplementedError
 
@@ -53,32 +47,19 @@ class RowsCall(LinearCall):
         """Return this rank's class weights in a sum of logits, None where there is none."""
         return None
 
-    def row_plan(self, impl: Implementation, group: int = 1) -> Plan:
-        sizes = self.tokens.numel(), self.input.shape[-1], self.mean_classes
-        return plan(*sizes, self.input.dtype, on_host=impl.on_host, chunk_size=self.chunk_size, group=group)
-
     def softmax_rows(
         self, impl: Implementation, compacted: CompactedTokens, chosen: Plan | None = None, **options: Any
     ) -> SoftmaxRows:
         """Return the rows of this call's tokens, which are compacted already."""
-        bias = self.linear_bias
-        weights = Weights(
-            self.linear_weight,
-            None if bias is None else bias.contiguous(),
-            self.class_weights(),
-            self.transform,
-        )
-        return SoftmaxRows(
-            compacted,
-            self.input.reshape(-1, self.input.shape[-1]),
-            weights,
-            self.shard,
-            self.row_classes(),
-            self.ignore_index,
-            self.row_plan(impl) if chosen is None else chosen,
-            by_kernels=not impl.on_host,
-            **options,
-        )
+        chosen = self.plan(impl) if chosen is None else chosen
+        classes, ids = self.row_classes(), self.ignore_index
+        return SoftmaxRows(compacted, self.projection(impl), classes, ids, chosen, **options)
+
+    def projection(self, impl: Implementation) -> KernelProjection | MatrixProjection:
+        """Return the projection of all rows."""
+        bias = None if self.linear_bias is None else self.linear_bias.contiguous()
+        weights = Weights(self.linear_weight, bias, self.class_weights(), self.transform)
+        return projection_of(self.input, weights, self.shard, not impl.on_host)
 
     @property
     def kept_element(self) -> int:

@@ -16,17 +16,14 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.collectives import gather_from_ranks, sum_over_ranks
-from llmk.ops.linear_loss.chunked import (
-    ChunkedLinear,
-    CompactedTokens,
-    LinearGradients,
-    float16_scale,
-    largest,
-    plan,
-    scaled,
-)
+from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.head import check_chunk_size, check_temperature
-from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Gradients, Implementation, Products, Similarities
+from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation, LossGradients, Products, Similarities
+from llmk.ops.linear_loss.rows.logits import Block, LogitRows, float16_scale, largest, scaled
+from llmk.ops.linear_loss.rows.plan import plan
+from llmk.ops.linear_loss.rows.products import Weights
+from llmk.ops.linear_loss.rows.projection import Gradients, projection_of
+from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import (
     CallOp,
     FromArguments,
@@ -118,16 +115,18 @@ class ContrastiveCall(FromArguments):
             return torch.full((), 1 / self.temperature, dtype=torch.float32, device=self.query.device)
         return self.scale.float().view(()) / self.temperature
 
-    def linear(self, impl: Implementation) -> ChunkedLinear:
+    def rows(self, impl: Implementation) -> LogitRows:
+        """Return the queries as the rows of a linear layer, whose weight the keys are."""
         query, keys = self.query, self.gather(_joined(self.key, self.negatives))
         stored = stores_products(query, impl)
         if not stored:
             query, keys = query.contiguous(), keys.contiguous()
         sizes = query.shape[0], query.shape[1], keys.shape[0], query.dtype
-        chosen = plan(*sizes, float32_logits=stored, on_host=impl.on_host, chunk_size=self.chunk_size, remade=True)
+        chosen = plan(*sizes, on_host=impl.on_host, chunk_size=self.chunk_size, matrices=int(stored))
         if self.group_name:  # the sum over the ranks is rounded
             chosen = replace(chosen, rounded_sums=False)
-        return ChunkedLinear(query, keys, None, chosen, float32_logits=stored, stored=stored)
+        layer = projection_of(query, Weights(keys, None, None, Transform()), None, not impl.on_host)
+        return LogitRows(layer, CompactedTokens(tuple(query.shape[:1])), chosen)
 
     def similarities(self, factor: Tensor, key_ids: Tensor | None, block: slice) -> Similarities:
         query_ids = None if self.query_ids is None else self.query_ids[block].contiguous()
@@ -196,8 +195,9 @@ def stores_products(query: Tensor, impl: Implementation = KERNELS) -> bool:
     return not impl.contrastive.makes_products(query)
 
 
-def _products(linear: ChunkedLinear, block: slice, outputs: Tensor) -> Products:
-    return Products(linear.x[block], linear.weight, outputs if linear.stored else None)
+def _products(queries: LogitRows, block: Block) -> Products:
+    layer = queries.layer
+    return Products(layer.x[block.rows], layer.weights.weight, block.logits)
 
 
 def _losses(stats: Tensor, pairs: Tensor) -> Tensor:
@@ -207,10 +207,10 @@ def _losses(stats: Tensor, pairs: Tensor) -> Tensor:
 
 def _forward(impl: Implementation, call: ContrastiveCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss, and the statistics of this rank's rows, `[2, N]`, and of all columns, `[2, R M]`."""
-    linear, factor, key_ids = call.linear(impl), call.factor(), call.ids_of_keys()
+    queries, factor, key_ids = call.rows(impl), call.factor(), call.ids_of_keys()
     rows, pairs, columns = [], [], None
-    for block, outputs in linear.blocks():
-        given = _products(linear, block, outputs), call.similarities(factor, key_ids, block)
+    for block in queries.blocks():
+        given = _products(queries, block), call.similarities(factor, key_ids, block.rows)
         row_parts, column_parts, own = impl.contrastive.statistics(*given, call.symmetric)
         rows.append(impl.contrastive.merge(row_parts))
         pairs.append(own)
@@ -238,21 +238,25 @@ def _backward(
     need_query: bool, need_key: bool, need_negatives: bool, need_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Make the products again, and the gradients that are needed."""
-    linear, factor, key_ids = call.linear(impl), call.factor(), call.ids_of_keys()
+    queries, factor, key_ids = call.rows(impl), call.factor(), call.ids_of_keys()
     row_grads, need = call.loss_gradients(grad), (need_query, need_key or need_negatives, False)
     column_grads = call.to_keys(row_grads) if call.symmetric else None
     key_dtype = torch.float32 if call.group_name else call.key.dtype
-    scale = float16_scale(call.query.dtype, need, lambda: _bound(row_grads, column_grads, factor))
-    gradients = LinearGradients(linear, need, (call.query.dtype, key_dtype, key_dtype), scale)
-    row_grads = scaled(row_grads, scale)
-    columns = None if column_grads is None else Gradients(column_stats, scaled(column_grads, scale))
-    factor_grads = []
-    for block, outputs, dproducts in gradients.blocks():
-        rows = Gradients(row_stats[:, block].contiguous(), row_grads[block])
-        products, similarities = _products(linear, block, outputs), call.similarities(factor, key_ids, block)
-        part = impl.contrastive.gradients(products, dproducts, similarities, rows, columns, need_scale)
-        factor_grads.append(part)
-    dquery, dkeys, _ = gradients.results(CompactedTokens((call.query.shape[0],)))
+    scale = float16_scale(queries.layer.p_dtype, need, lambda: _bound(row_grads, column_grads, factor))
+    dtypes = call.query.dtype, key_dtype, key_dtype
+    gradients = Gradients(queries.layer, queries.compacted, need, dtypes, queries.plan.rounded_sums)
+    counts, of_rows = torch.ones_like(row_grads), scaled(row_grads, scale)
+    columns = None if column_grads is None else LossGradients(column_stats, scaled(column_grads, scale))
+
+    def factor_gradient(block: Block) -> Tensor | None:
+        """Write the gradient of a block's products, and return that of the factor."""
+        rows = LossGradients(row_stats[:, block.rows].contiguous(), of_rows[block.rows])
+        given = call.similarities(factor, key_ids, block.rows), rows, columns, need_scale
+        return impl.contrastive.gradients(_products(queries, block), block.gradient, *given)
+
+    blocks = queries.blocks(gradients if any(need) else None, counts, scale)
+    factor_grads = [factor_gradient(block) for block in blocks]
+    dquery, dkeys, _ = gradients.results(call.query.shape)
     dkey, dnegatives = _of_own_keys(call, dkeys) if need[1] else (None, None)
     return (
         dquery if need_query else no_gradient(grad),

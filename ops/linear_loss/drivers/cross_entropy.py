@@ -87,7 +87,7 @@ class CrossEntropyCall(RowsCall):
     @property
     def makes_gradients_again(self) -> bool:
         """True if the logits are made twice where gradients are wanted."""
-        return self.label_smoothing > 0 or self.input.dtype == torch.float16
+        return (self.label_smoothing > 0 and self.softcap > 0) or self.input.dtype == torch.float16
 
 
 class CrossEntropy:

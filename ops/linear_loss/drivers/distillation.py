@@ -7,18 +7,13 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import mean_of_all, scale_op
-from llmk.ops.linear_loss.chunked import (
-    LinearGradients,
-    LinearOp,
-    fake_gradients,
-    float16_scale,
-    local_fields,
-    with_shard,
-)
+from llmk.ops.linear_loss.chunked import LinearOp, fake_gradients, local_fields, with_shard
 from llmk.ops.linear_loss.drivers._distillation_rows import DivergenceRows
 from llmk.ops.linear_loss.drivers.distillation_call import TEACHER, DistillationCall, OneTeacherCall
 from llmk.ops.linear_loss.head import DIFFERENTIABLE, checked_linear
 from llmk.ops.linear_loss.kernels import Implementation
+from llmk.ops.linear_loss.rows.logits import float16_scale
+from llmk.ops.linear_loss.rows.projection import Gradients
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -64,17 +59,16 @@ def _forward(
     rows = DivergenceRows(impl, call, student, teachers, maps, topk, count)
 
     def bound() -> Tensor:
-        if not call.gradient_is_measured:
+        if not call.gradient_is_measured(impl):
             return call.largest_gradient(loss_grads, ce_grads)
-        nothing = LinearGradients(student, (False, False, False), call.saved_dtypes)
         sizes = [torch.full((), SMALLEST_SIZE, dtype=torch.float32, device=count.device)]
-        rows.losses(nothing, loss_grads, ce_grads, sizes)
+        rows.losses(None, loss_grads, ce_grads, sizes=sizes)
         return torch.stack(sizes).amax()
 
-    scale = float16_scale(call.input.dtype, need, bound)
-    gradients = LinearGradients(student, need, call.saved_dtypes, scale)
-    losses, nll = rows.losses(gradients, loss_grads, ce_grads)
-    rest = remaining, *gradients.results(compacted)
+    scale = float16_scale(student.layer.p_dtype, need, bound)
+    gradients = Gradients(student.layer, compacted, need, call.saved_dtypes, student.plan.rounded_sums)
+    losses, nll = rows.losses(gradients if any(need) else None, loss_grads, ce_grads, scale)
+    rest = remaining, *gradients.results(full_call.input.shape)
     divergences = torch.where(mask, losses * (teacher_weights * weights), 0.0).sum(-1)
     divergences = divergences if total else divergences / denominator
     if maps_are_valid is not None:
@@ -134,7 +128,7 @@ def _products(
     impl: Implementation, call: DistillationCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool
 ) -> float:
     teachers = sum(each.linear_weight.numel() for each in call.teachers) / max(call.linear_weight.numel(), 1)
-    twice = call.gradient_is_measured and (need_dx or need_dw or need_db)
+    twice = call.gradient_is_measured(impl) and (need_dx or need_dw or need_db)
     return (1 + teachers) * (1 + twice) + need_dx + need_dw
 
 

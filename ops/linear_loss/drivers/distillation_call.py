@@ -6,8 +6,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked import ChunkedLinear, CompactedTokens, LinearCall, largest
+from llmk.ops.linear_loss.chunked import CompactedTokens, LinearCall
 from llmk.ops.linear_loss.kernels import MOST_SUPPORT, Implementation, Softmaxes
+from llmk.ops.linear_loss.rows.logits import LogitRows, largest
+from llmk.ops.linear_loss.rows.products import Weights
+from llmk.ops.linear_loss.rows.projection import projection_of
+from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.ops.loss.divergence_math import Mixture
 
 MOST_CLASSES = MOST_SUPPORT
@@ -93,18 +97,19 @@ class DistillationCall(LinearCall):
         """The shapes in which the divergences and the cross entropy are returned beside the loss; `(0,)` for not."""
         raise NotImplementedError
 
-    def linears(self, impl: Implementation, compacted: CompactedTokens) -> tuple[ChunkedLinear, list[ChunkedLinear]]:
+    def linears(self, impl: Implementation, compacted: CompactedTokens) -> tuple[LogitRows, list[LogitRows]]:
         """Return the student's and the teachers' layers in the same blocks."""
-        float32_layer = torch.float32.itemsize // self.logits_dtype.itemsize
-        layers = 1 + (len(self.teachers) > 0) + float32_layer * self.adds_gradients
+        matrices = 1 + (len(self.teachers) > 0) + self.adds_gradients
         if any(each.vocab_map is not None for each in self.teachers):
-            layers += 1 + float32_layer  # the student's logits of the map, and the gradient for these
-        plan, end = self.plan(impl, layers=layers), self.product_end(compacted)
-        student, *teachers = (
-            ChunkedLinear(*layer, plan, float32_logits=self.float32_logits, count=end)
-            for layer in ((self.input, self.linear_weight, self.linear_bias), *(each[:3] for each in self.teachers))
-        )
-        return student, teachers
+            matrices += 2  # the student's logits of the map, and the gradient for these
+        plan, transform = self.plan(impl, matrices=matrices), Transform(rounded=self.rounds_logits)
+
+        def layer(input: Tensor, weight: Tensor, bias: Tensor | None) -> LogitRows:
+            weights = Weights(weight, None if bias is None else bias.contiguous(), None, transform)
+            return LogitRows(projection_of(input, weights, self.shard, not impl.on_host), compacted, plan)
+
+        student = layer(self.input, self.linear_weight, self.linear_bias)
+        return student, [layer(*each[:3]) for each in self.teachers]
 
     def softmaxes(self, teacher: Teacher) -> Softmaxes:
         return Softmaxes(
@@ -122,10 +127,13 @@ class DistillationCall(LinearCall):
         has_maps = any(each.vocab_map is not None for each in self.teachers)
         return len(self.teachers) > 1 or has_maps or self.has_topk_teachers
 
-    @property
-    def gradient_is_measured(self) -> bool:
-        """True if float16 needs its size and a bound is far or none: of log-ratios, and with a small temperature."""
-        return self.input.dtype == torch.float16 and (self.beta == 1 or self.temperature < 1)
+    def gradient_is_measured(self, impl: Implementation) -> bool:
+        """Return True if a float16 gradient needs its size and a bound is far or none.
+
+        That is so of log-ratios, and with a small temperature. Plain PyTorch has float32 gradients on a CPU.
+        """
+        is_float16 = self.input.dtype == torch.float16 and not impl.on_host
+        return is_float16 and (self.beta == 1 or self.temperature < 1)
 
     def largest_gradient(self, loss_grads: Tensor, ce_grads: Tensor | None) -> Tensor:
         """Return what no element of the logits' gradient exceeds, for those of the teachers' losses `[D, N]`.
@@ -141,10 +149,6 @@ class DistillationCall(LinearCall):
         if self.labels is None:
             return torch.ones(self.tokens, dtype=torch.bool, device=self.input.device)
         return self.labels.long() != self.ignore_index  # int32 would wrap an index that it does not hold
-
-    @property
-    def linear_layers(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        return (self.input, self.linear_weight), *((each.input, each.linear_weight) for each in self.teachers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import (
-    ChunkedLinear,
     CompactedTokens,
     LinearOp,
     fake_gradients,
@@ -27,8 +26,9 @@ from llmk.ops.linear_loss.chunked import (
 )
 from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gradients_of
 from llmk.ops.linear_loss.head import DIFFERENTIABLE
-from llmk.ops.linear_loss.kernels import MAX_K, MOST_SUPPORT, Candidates, Implementation, LogitTransform
+from llmk.ops.linear_loss.kernels import MAX_K, MOST_SUPPORT, Candidates, Implementation
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows, first_pass, in_forward, second_pass
+from llmk.ops.linear_loss.rows.logits import LogitRows
 from llmk.ops.linear_loss.rows.plan import Plan, fits
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, Statistics
 from llmk.ops.linear_loss.rows.support import check_support_ids
@@ -237,8 +237,9 @@ def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]
 
 
 def _is_kept(call: CandidatesCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor, *rest: Any) -> bool:
-    """Return True if the exponentials that were kept are what the gradient needs."""
-    return (entropy_grad is None or not call.entropy) and call.kept_matrix(rest[0]) is not None
+    """Return True if the exponentials that were kept are what the gradient is made of."""
+    serves = entropy_grad is None or not (call.entropy and call.softcap)
+    return serves and call.kept_matrix(rest[0]) is not None
 
 
 class LogprobsOps:
@@ -300,23 +301,16 @@ class TopkCall(SoftmaxCall):
         """Return the call for the log-probabilities of given classes."""
         return LogprobsCall.of(vars(self), target=indices)
 
-    def linear(self, impl: Implementation) -> ChunkedLinear:
-        plan, layer = self.plan(impl, remade=True), (self.input, self.linear_weight, self.linear_bias)
-        return ChunkedLinear(*layer, plan, float32_logits=self.float32_logits)
-
 
 def _topk(impl: Implementation, call: TopkCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log-probabilities, logsumexps, classes, and the largest logit and sum `[2, ...]` of each token."""
     tokens = tuple(call.tokens)
-    transform = LogitTransform(
-        ignore_index=call.ignore_index,
-        scale=call.logit_scale,
-        softcap=call.softcap,
-        temperature=call.temperature,
-        first_class=call.first_class,
-        num_classes=call.num_classes,
-    )
-    blocks = [impl.topk.candidates(logits, call.k, transform) for _, logits in call.linear(impl).blocks()]
+    rows, blocks = LogitRows(call.projection(impl), CompactedTokens(tokens), call.plan(impl, matrices=1)), []
+    buffer = rows.buffer(rows.plan.block_rows)
+    for block in (block for chunk in rows.chunks() for block in rows.slices(chunk)):
+        y = buffer[: block.stop - block.start]
+        sums, tiles = rows.layer.logits_and_sums(block, rows.end(block), y)
+        blocks.append(impl.topk.candidates(y, sums, tiles, call.k, call.first_class))
     part, keys, counts = zip(*blocks, strict=True)
     found = torch.cat(part, -1), torch.cat(keys), torch.cat(counts)
     gathered = Candidates(*(call.gather_ranks(each) for each in found))
@@ -448,14 +442,14 @@ class GroupsCall(LogprobsCall):
         On a CPU a group fits if it is no longer than a chunk that stays in cache.
         """
         if self.tokens_are_groups:
-            return self.row_plan(impl)
+            return self.plan(impl)
         group = max(self.group_rows, 1)
         if impl.on_host:
-            holds_groups = group <= self.row_plan(impl).chunk_rows
+            holds_groups = group <= self.plan(impl).chunk_rows
         else:
             within = not self.chunk_size or group <= self.chunk_size
             holds_groups = within and fits(group, self.mean_classes, self.input.dtype.itemsize)
-        return self.row_plan(impl, group) if holds_groups else None
+        return self.plan(impl, group=group) if holds_groups else None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from llmk.ops.linear_loss.kernels import _contrastive, _divergence, _logprobs, _topk
-from llmk.ops.linear_loss.kernels._contrastive import ContrastiveFunctions, Gradients, Products, Similarities
+from llmk.ops.linear_loss.kernels._contrastive import ContrastiveFunctions, LossGradients, Products, Similarities
 from llmk.ops.linear_loss.kernels._divergence import CrossEntropyTerm, DivergenceFunctions, Softmaxes
 from llmk.ops.linear_loss.kernels._logprobs import MOST_SUPPORT, STATISTICS, LogitTransform, LogprobFunctions
 from llmk.ops.linear_loss.kernels._topk import MAX_K, Candidates, TopkFunctions
@@ -18,9 +18,9 @@ __all__ = [
     "STATISTICS",
     "Candidates",
     "CrossEntropyTerm",
-    "Gradients",
     "Implementation",
     "LogitTransform",
+    "LossGradients",
     "Products",
     "Similarities",
     "Softmaxes",

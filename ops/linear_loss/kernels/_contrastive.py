@@ -73,7 +73,7 @@ class Similarities(NamedTuple):
     first_pair: int  # the first query's own key; those of the others follow it
 
 
-class Gradients(NamedTuple):
+class LossGradients(NamedTuple):
     """The statistics of the rows or the columns, and the gradient of each one's loss."""
 
     stats: Tensor  # [2, L]
@@ -354,32 +354,35 @@ def merge(parts: Tensor, before: Tensor | None = None) -> Tensor:
 
 
 def gradients(
-    products: Products, dproducts: Tensor, similarities: Similarities, rows: Gradients, columns: Gradients | None,
-    need_factor: bool,
+    products: Products, dproducts: Tensor | None, similarities: Similarities, rows: LossGradients,
+    columns: LossGradients | None, need_factor: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Write the gradient of products `[R, M]`, which may be over them; return the factor's, float32 `[]`, if needed."""
+    """Write the gradient of products `[R, M]`, which may be over them, if one is given to write to.
+
+    Return the factor's, float32 `[]`, if needed.
+    """
     (R, M), (factor, query_ids, key_ids, first_pair), z = products.shape, similarities, products.stored
     # On an H100 four stages take 0.42 ms for 2048 x 32768 x 1024, three 0.47, and four warps spill. AMD has room for
     # three.
     stages = 4 if max_warps() == 32 else 3
     launch, block_r, block_c = _launch_sizes(products, 8, stages) if z is None else (READ_TILE, BLOCK_R, BLOCK_C)
     tiles_r, tiles_c = cdiv(R, block_r), cdiv(M, block_c)
-    parts = empty((tiles_c, R), torch.float32, dproducts.device) if need_factor else None
-    wanted = None if dproducts.shape[0] < R else dproducts  # of no rows where only the factor's gradient is asked for
+    parts = empty((tiles_c, R), torch.float32, products.keys.device) if need_factor else None
+    stride = 0 if dproducts is None else dproducts.stride(0)
     given = factor, query_ids, key_ids, *rows, *(columns or (None, None))
     if z is None:
         H = products.keys.shape[1]
         queries, keys, described = _operands(products, launch)
-        stores_blocks = described and wanted is not None and describable(wanted)
+        stores_blocks = described and dproducts is not None and describable(dproducts)
         wrap_triton(contrastive_product_gradient_kernel)[(tiles_r * tiles_c,)](
             queries, keys, *given,
-            descriptor(wanted, [block_r, block_c // 4]) if wanted is not None and stores_blocks else wanted,
-            parts, R, M, H, dproducts.stride(0), first_pair,
+            descriptor(dproducts, [block_r, block_c // 4]) if dproducts is not None and stores_blocks else dproducts,
+            parts, R, M, H, stride, first_pair,
             DESCRIBED=described, DZ_DESCRIBED=stores_blocks, **launch,
         )  # fmt: skip
     else:
         wrap_triton(contrastive_gradient_kernel)[(tiles_r * tiles_c,)](
-            z, *given, wanted, parts, R, M, z.stride(0), dproducts.stride(0), first_pair, **launch
+            z, *given, dproducts, parts, R, M, z.stride(0), stride, first_pair, **launch
         )
     return None if parts is None else sum_to_scalar(sum_partials(parts, torch.float32))
 
@@ -425,8 +428,8 @@ def merge_cpu(parts: Tensor, before: Tensor | None = None) -> Tensor:
 
 
 def gradients_cpu(
-    products: Products, dproducts: Tensor, similarities: Similarities, rows: Gradients, columns: Gradients | None,
-    need_factor: bool,
+    products: Products, dproducts: Tensor | None, similarities: Similarities, rows: LossGradients,
+    columns: LossGradients | None, need_factor: bool,
 ) -> Tensor | None:  # fmt: skip
     """`gradients` in plain PyTorch."""
     z = products.stored
@@ -434,7 +437,7 @@ def gradients_cpu(
     y, pair = _logits_cpu(z, similarities)
     masked, own = y == float("-inf"), pair.float()
 
-    def term(statistics: Gradients, dim: int) -> Tensor:
+    def term(statistics: LossGradients, dim: int) -> Tensor:
         m, s, grads = (each.unsqueeze(dim) for each in (*statistics.stats, statistics.grads))
         return (y - m).exp_().div_(s).masked_fill_(masked, 0.0).sub_(own).mul_(grads)
 
@@ -442,7 +445,8 @@ def gradients_cpu(
     if columns is not None:
         dy += term(columns, 0)
     dfactor = (dy * z).sum(dtype=torch.float64).float() if need_factor else None
-    dproducts.copy_(dy.mul_(similarities.factor))
+    if dproducts is not None:
+        dproducts.copy_(dy.mul_(similarities.factor))
     return dfactor
 
 
@@ -452,7 +456,9 @@ class ContrastiveFunctions(NamedTuple):
     makes_products: Callable[[Tensor], bool]
     statistics: Callable[[Products, Similarities, bool], tuple[Tensor, Tensor | None, Tensor]]
     merge: Callable[..., Tensor]
-    gradients: Callable[[Products, Tensor, Similarities, Gradients, Gradients | None, bool], Tensor | None]
+    gradients: Callable[
+        [Products, Tensor | None, Similarities, LossGradients, LossGradients | None, bool], Tensor | None
+    ]
 
 
 KERNELS = ContrastiveFunctions(makes_products, statistics, merge, gradients)

@@ -1,15 +1,15 @@
 r"""The largest logits of rows, their log-probabilities and the logarithm of the softmax's denominator: the kernels.
 
-Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867, for
-one pass over a row, and its section 4 for a top-k in the same pass.
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867,
+section 4, for a top-k in the pass that makes the softmax.
 
-For a row of logits z of V classes and y = cap(scale * z) / temperature with cap(u) = c * tanh(u / c):
+For a row of transformed logits y of V classes:
 
     m = max(y)    s = sum(exp(y - m))    logsumexp = m + log(s)    logp_j = y_j - m - log(s)
 
 An element comes before another one if it is larger, or equal and of a lower class. The K first are found so:
 
-1. One pass over the row computes m, s and the largest y of each tile of TILE neighbouring classes.
+1. The product that makes the row computes m, s and the largest y of each tile of neighbouring classes.
 2. The K tiles with the largest maxima, of equal ones the lower tile, hold the K first elements: if an element's tile is
    not among them, the maximum of each of the K is larger than the element, or equal and of a lower class, because its
    tile is lower. So K elements come before it.
@@ -19,7 +19,7 @@ An element comes before another one if it is larger, or equal and of a lower cla
    found by bisection, and exactly K are collected: what is larger, and of equal ones the first.
 4. The rank of a collected element is the number of those that come before it. It writes its results at its rank.
 
-So the logits are read once, and a small part of them a second time. A float32 is compared as an int32 of the same
+So a small part of the logits is read, once they are made. A float32 is compared as an int32 of the same
 order, where NaN is the largest number, as in PyTorch, and -0 equals 0. An element is collected as an int64: that int32
 above the bits of the class, inverted. All are different, and the larger one comes first. A bisection of the int32 takes
 32 turns at most.
@@ -35,8 +35,9 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
-from llmk.ops.linear_loss.kernels._logprobs import STATISTICS, LogitTransform, logit_transform, transform_cpu
-from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
+from llmk.ops.linear_loss.kernels._logprobs import STATISTICS
+from llmk.ops.linear_loss.rows._tiles import logits_tile
+from llmk.registry import empty, jit, next_power_of_2, wrap_triton
 
 MAX_K = 256
 """The largest K."""
@@ -46,14 +47,9 @@ NOT_SIGN = tl.constexpr(0x7FFFFFFF)
 NOTHING = -(2**63)
 """A key below those of all numbers."""
 BITS = tl.constexpr(32)
-VECTOR = tl.constexpr(4)
-"""Neighbouring columns that one thread reads and reduces by itself."""
-
-TILE = 128
-MOST_TILES = 8192
-"""The tiles whose maxima a program holds: tiles are larger where a row has more of them."""
-STATISTICS_BLOCK, STATISTICS_WARPS = 2048, 4
-TILES_A_WARP = 512
+TILE = 256
+"""The classes of a tile where no product has made its maxima."""
+TILES_A_WARP, MOST_WARPS = 512, 16
 COLLECT_BLOCK, COLLECT_WARPS = 2048, 4
 RANK_BLOCK, RANK_WARPS = 64, 2
 FEWEST_SLOTS, MOST_SLOTS, SLOTS_FACTOR = 128, 1024, 8
@@ -74,62 +70,20 @@ def _number(order):
 
 
 @jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+def topk_tiles_kernel(largest_ptr, sum_ptr, chosen_ptr, bound_ptr, M, T, C, K, BLOCK_T: tl.constexpr):
+    """Choose the C tiles with the largest maxima, ascending, and an order that K elements of them reach.
 
-
-@jit
-def _add_tiles(m, s, z, mask, inner, outer, softcap, MASKED: tl.constexpr):
-    """Update each thread's maximum and sum, and return the order of each tile's maximum."""
-    y, _ = logit_transform(z, inner, outer, softcap)
-    if MASKED:
-        y = tl.where(mask, y, float("-inf"))
-    largest = tl.reduce(y, 2, _larger)
-    new_m = _larger(m, largest)
-    # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
-    base = tl.where(new_m == float("-inf"), 0.0, new_m)
-    new_s = tl.sum(tl.exp2((y - base[:, :, None]) * LOG2E), axis=2)
-    return new_m, tl.exp2((m - base) * LOG2E) * s + new_s, tl.max(_order(largest), axis=1)
-
-
-@jit
-def topk_statistics_kernel(
-    z_ptr, part_ptr, tile_ptr, M, V, T, z_stride, inner, outer, softcap, TILE: tl.constexpr, TILES: tl.constexpr
-):
-    """Compute m and s of a row's columns, part `[2, M]`, and the order of the maximum of each of its T tiles."""
-    inner = tl.cast(inner, tl.float32)
-    outer = tl.cast(outer, tl.float32)
-    BLOCK: tl.constexpr = TILES * TILE
-    row = tl.program_id(0).to(tl.int64)
-    z_ptr += row * z_stride
-    tile_ptr += row * T
-    m = tl.full((TILES, TILE // VECTOR), float("-inf"), dtype=tl.float32)
-    s = tl.zeros((TILES, TILE // VECTOR), dtype=tl.float32)
-    tiles = tl.arange(0, TILES)
-    in_tile = tl.arange(0, TILE // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    cols = tiles[:, None, None] * TILE + in_tile[None, :, :]
-    whole = V // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):  # a mask whose end is no multiple of 16 prevents vectorized loads
-        m, s, largest = _add_tiles(m, s, tl.load(z_ptr + start + cols), None, inner, outer, softcap, False)
-        tl.store(tile_ptr + start // TILE + tiles, largest)
-    for start in range(whole, V, BLOCK):  # once, or not at all
-        mask = start + cols < V
-        z = tl.load(z_ptr + start + cols, mask=mask, other=0.0)
-        m, s, largest = _add_tiles(m, s, z, mask, inner, outer, softcap, True)
-        tl.store(tile_ptr + start // TILE + tiles, largest, mask=start // TILE + tiles < T)
-    row_m = _number(tl.max(tl.max(_order(m), axis=1), axis=0))  # NaN if there is one
-    fade = tl.exp2((m - tl.where(row_m == float("-inf"), 0.0, row_m)) * LOG2E)
-    tl.store(part_ptr + row, row_m)
-    tl.store(part_ptr + M + row, tl.sum(tl.sum(fade * s, axis=1), axis=0))
-
-
-@jit
-def topk_tiles_kernel(tile_ptr, chosen_ptr, bound_ptr, T, C, K, BLOCK_T: tl.constexpr):
-    """Choose the C tiles with the largest maxima, ascending, and an order that K elements of them reach."""
+    The maxima are `[T, M]`, and with sums of exponentials like them a maximum may have missed a NaN, which the sum has.
+    """
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, BLOCK_T)
     mask = tiles < T
-    order = tl.where(mask, tl.load(tile_ptr + row * T + tiles, mask=mask, other=0), LOWEST)
+    at = tiles.to(tl.int64) * M + row
+    largest = tl.load(largest_ptr + at, mask=mask, other=float("-inf"))
+    if sum_ptr is not None:
+        total = tl.load(sum_ptr + at, mask=mask, other=0.0)
+        largest = tl.where(total != total, total, largest)
+    order = tl.where(mask, _order(largest), LOWEST)
     low = tl.min(tl.where(mask, order, HIGHEST), axis=0).to(tl.int64)  # C reach it
     high = tl.max(order, axis=0).to(tl.int64) + 1  # fewer reach it
     turn = 0
@@ -149,47 +103,46 @@ def topk_tiles_kernel(tile_ptr, chosen_ptr, bound_ptr, T, C, K, BLOCK_T: tl.cons
 
 
 @jit
-def _elements(z_ptr, chosen_ptr, start, V, N, inner, outer, softcap, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def _elements(y_ptr, chosen_ptr, start, V, N, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the orders and columns of a part of the chosen tiles' elements; past the end it is LOWEST."""
     places = start + tl.arange(0, BLOCK)
     mask = places < N
     cols = tl.load(chosen_ptr + places // TILE, mask=mask, other=0) * TILE + places % TILE
     mask = mask & (cols < V)
-    y, _ = logit_transform(tl.load(z_ptr + cols, mask=mask, other=0.0), inner, outer, softcap)
-    return tl.where(mask, _order(y), LOWEST), cols
+    return tl.where(mask, _order(tl.load(y_ptr + cols, mask=mask, other=0.0)), LOWEST), cols
 
 
 @jit
 def _count(
-    bound, z_ptr, chosen_ptr, V, N, inner, outer, softcap, TILE: tl.constexpr, BLOCK: tl.constexpr
+    bound, y_ptr, chosen_ptr, V, N, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Return the number of elements of the chosen tiles that are above a bound."""
     count = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, N, BLOCK):
-        order, _ = _elements(z_ptr, chosen_ptr, start, V, N, inner, outer, softcap, TILE, BLOCK)
+        order, _ = _elements(y_ptr, chosen_ptr, start, V, N, TILE, BLOCK)
         count += (order > bound).to(tl.int32)
     return tl.sum(count, axis=0)
 
 
 @jit
-def _highest(z_ptr, chosen_ptr, V, N, inner, outer, softcap, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def _highest(y_ptr, chosen_ptr, V, N, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the largest order of the chosen tiles' elements."""
     highest = tl.full((BLOCK,), LOWEST, dtype=tl.int32)
     for start in range(0, N, BLOCK):
-        order, _ = _elements(z_ptr, chosen_ptr, start, V, N, inner, outer, softcap, TILE, BLOCK)
+        order, _ = _elements(y_ptr, chosen_ptr, start, V, N, TILE, BLOCK)
         highest = tl.maximum(highest, order)
     return tl.max(highest, axis=0)
 
 
 @jit
 def _collect(
-    bound, left, key_ptr, first_class, SLOTS, z_ptr, chosen_ptr, V, N, inner, outer, softcap,
+    bound, left, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, N,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the elements above a bound, and the first `left` of those that are equal to it; return their number."""
     count = tl.cast(0, tl.int32)
     for start in range(0, N, BLOCK):
-        order, cols = _elements(z_ptr, chosen_ptr, start, V, N, inner, outer, softcap, TILE, BLOCK)
+        order, cols = _elements(y_ptr, chosen_ptr, start, V, N, TILE, BLOCK)
         equal = (order == bound).to(tl.int32)
         kept = (order > bound) | ((equal != 0) & (tl.cumsum(equal, axis=0) <= left))
         left -= tl.sum(equal, axis=0)
@@ -202,37 +155,31 @@ def _collect(
 
 @jit
 def topk_collect_kernel(
-    z_ptr, chosen_ptr, bound_ptr, key_ptr, count_ptr, V, C, K, SLOTS, z_stride, first_class, inner, outer, softcap,
+    y_ptr, chosen_ptr, bound_ptr, key_ptr, count_ptr, V, C, K, SLOTS, y_stride, first_class,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Collect the elements of a row's chosen tiles that may be among the K largest, K to SLOTS, in any order."""
-    inner = tl.cast(inner, tl.float32)
-    outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
-    z_ptr += row * z_stride
+    y_ptr += row * y_stride
     chosen_ptr += row * C
     key_ptr += row * SLOTS
     N = C * TILE
     bound, left = tl.load(bound_ptr + row) - 1, tl.cast(0, tl.int32)
-    count = _collect(
-        bound, left, key_ptr, first_class, SLOTS, z_ptr, chosen_ptr, V, N, inner, outer, softcap, TILE, BLOCK
-    )
-    if (count < K) | (count > SLOTS):  # fewer, if a compiler rounded a logit otherwise than in another kernel
+    count = _collect(bound, left, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, N, TILE, BLOCK)
+    if (count < K) | (count > SLOTS):  # fewer, where the maximum of a tile is NaN for an infinity
         low = tl.where(count < K, LOWEST, bound).to(tl.int64) + 1  # K elements reach it
-        high = _highest(z_ptr, chosen_ptr, V, N, inner, outer, softcap, TILE, BLOCK).to(tl.int64) + 1
+        high = _highest(y_ptr, chosen_ptr, V, N, TILE, BLOCK).to(tl.int64) + 1
         turn = 0
         while (turn < BITS) & (high - low > 1):
             turn += 1
             middle = (low + high) >> 1
             below = (middle - 1).to(tl.int32)
-            reached = _count(below, z_ptr, chosen_ptr, V, N, inner, outer, softcap, TILE, BLOCK)
+            reached = _count(below, y_ptr, chosen_ptr, V, N, TILE, BLOCK)
             low = tl.where(reached >= K, middle, low)
             high = tl.where(reached > K, high, middle + (reached == K).to(tl.int64))
         bound = low.to(tl.int32)
-        left = K - _count(bound, z_ptr, chosen_ptr, V, N, inner, outer, softcap, TILE, BLOCK)
-        count = _collect(
-            bound, left, key_ptr, first_class, SLOTS, z_ptr, chosen_ptr, V, N, inner, outer, softcap, TILE, BLOCK
-        )
+        left = K - _count(bound, y_ptr, chosen_ptr, V, N, TILE, BLOCK)
+        count = _collect(bound, left, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, N, TILE, BLOCK)
     tl.store(count_ptr + row, count)
 
 
@@ -244,15 +191,14 @@ def topk_combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     m = tl.cast(float("-inf"), tl.float32)
     for r in range(0, R):
-        m_r = tl.load(part_ptr + 2 * tl.cast(r, tl.int64) * M + row)
+        m_r = tl.load(part_ptr + (2 * tl.cast(r, tl.int64) + 1) * M + row)
         m = tl.maximum(m, m_r, propagate_nan=tl.PropagateNan.ALL)
     base = tl.where(m == float("-inf"), 0.0, m)
     s = tl.cast(0.0, tl.float32)
     for r in range(0, R):
         parts = part_ptr + 2 * tl.cast(r, tl.int64) * M + row
-        s += tl.exp2((tl.load(parts) - base) * LOG2E) * tl.load(parts + M)
+        s += tl.exp2((tl.load(parts + M) - base) * LOG2E) * tl.load(parts)
     logsum = tl.log(s)
-    tl.store(logsumexp_ptr + row, tl.where(tl.abs(m) == float("inf"), m, m + logsum))
     tl.store(stats_ptr + row, m)
     tl.store(stats_ptr + M + row, s)
     slots = tl.arange(0, BLOCK)
@@ -272,6 +218,9 @@ def topk_combine_kernel(
                     rank += tl.sum(((other[None, :] > key[:, None]) & others[None, :]).to(tl.int32), axis=1)
             mask = mask & (rank < K)
             y = _number((key >> 32).to(tl.int32))
+            # m has no NaN, the largest element has.
+            logsumexp = tl.where(tl.abs(y) == float("inf"), y, m + logsum)
+            tl.store(logsumexp_ptr + row + tl.zeros_like(rank), logsumexp, mask=mask & (rank == 0))
             tl.store(logprob_ptr + row * K + rank, (y - m) - logsum, mask=mask)
             tl.store(index_ptr + row * K + rank, (key & NOT_SIGN) ^ NOT_SIGN, mask=mask)
 
@@ -282,14 +231,9 @@ class Candidates(NamedTuple):
     The slices of several ranks are one below the other.
     """
 
-    part: Tensor  # m and s, float32 [2, M]
+    part: Tensor  # s and m, float32 [2, M]
     keys: Tensor  # int64 [M, SLOTS]
     counts: Tensor  # of keys, int32 [M]
-
-
-def tile_of(V: int) -> int:
-    """Return the columns of a tile."""
-    return max(TILE, next_power_of_2(cdiv(V, MOST_TILES)))
 
 
 def slots_of(k: int) -> int:
@@ -297,27 +241,39 @@ def slots_of(k: int) -> int:
     return max(FEWEST_SLOTS, min(MOST_SLOTS, SLOTS_FACTOR * next_power_of_2(k)))
 
 
-def candidates(logits: Tensor, k: int, transform: LogitTransform) -> Candidates:
-    """Collect the candidates of rows `[M, V]`, or of this rank's columns: the row's K largest are among them."""
-    (M, V), tile, slots = logits.shape, tile_of(logits.shape[1]), slots_of(k)
-    T, K, device = cdiv(V, tile), min(k, V), logits.device
-    part = empty((2, M), torch.float32, device)
-    tiles = empty((M, T), torch.int32, device)
-    block = max(tile, min(STATISTICS_BLOCK, next_power_of_2(V)))
-    wrap_triton(topk_statistics_kernel)[(M,)](
-        logits, part, tiles, M, V, T, logits.stride(0), *transform.factors(), transform.softcap or None,
-        TILE=tile, TILES=block // tile, num_warps=STATISTICS_WARPS,
-    )  # fmt: skip
+def _tile_maxima(y: Tensor) -> Tensor:
+    """Return the largest logits of each tile of rows `[M, V]`, `[tiles, M]`, in plain PyTorch."""
+    whole = y.shape[1] // TILE * TILE
+    maxima = [y[:, :whole].unflatten(1, (-1, TILE)).amax(-1)] if whole else []
+    return torch.cat([*maxima, y[:, whole:].amax(-1, keepdim=True)] if whole < y.shape[1] else maxima, 1).t()
+
+
+def candidates(y: Tensor, part: Tensor, tiles: Tensor | None, k: int, first_class: int) -> Candidates:
+    """Collect the candidates of rows `[M, V]`, or of this rank's columns: the row's K largest are among them.
+
+    Args:
+        y: Transformed logits, float32.
+        part: The rows' sums of exponentials and their largest logits, `[2, M]`.
+        tiles: The same of tiles, of equally many columns but the last, `[2 or more, T, M]`, None where not known.
+        k: K.
+        first_class: The class of the first column.
+    """
+    (M, V), slots, device = y.shape, slots_of(k), y.device
+    keys, counts = empty((M, slots), torch.int64, device), empty((M,), torch.int32, device)
+    if V == 0:
+        return Candidates(part, keys, counts.zero_())
+    sums, largest = (None, _tile_maxima(y).contiguous()) if tiles is None else (tiles[0], tiles[1])
+    T, K, tile = largest.shape[0], min(k, V), TILE if tiles is None else logits_tile(V, device).columns
     C = min(K, T)
     chosen, bound = empty((M, C), torch.int32, device), empty((M,), torch.int32, device)
     block_t = next_power_of_2(max(T, 32))
     wrap_triton(topk_tiles_kernel)[(M,)](
-        tiles, chosen, bound, T, C, K, BLOCK_T=block_t, num_warps=max(1, block_t // TILES_A_WARP)
-    )
-    keys, counts = empty((M, slots), torch.int64, device), empty((M,), torch.int32, device)
+        largest, sums, chosen, bound, M, T, C, K,
+        BLOCK_T=block_t, num_warps=min(max(1, block_t // TILES_A_WARP), MOST_WARPS),
+    )  # fmt: skip
     wrap_triton(topk_collect_kernel)[(M,)](
-        logits, chosen, bound, keys, counts, V, C, K, slots, logits.stride(0), transform.first_class,
-        *transform.factors(), transform.softcap or None, TILE=tile, BLOCK=COLLECT_BLOCK, num_warps=COLLECT_WARPS,
+        y, chosen, bound, keys, counts, V, C, K, slots, y.stride(0), first_class,
+        TILE=tile, BLOCK=COLLECT_BLOCK, num_warps=COLLECT_WARPS,
     )  # fmt: skip
     return Candidates(part, keys, counts)
 
@@ -345,30 +301,21 @@ def _number_cpu(order: Tensor) -> Tensor:
     return (order ^ ((order >> 31) & NOT_SIGN.value)).view(torch.float32)
 
 
-def candidates_cpu(logits: Tensor, k: int, transform: LogitTransform) -> Candidates:
+def candidates_cpu(y: Tensor, part: Tensor, tiles: Tensor | None, k: int, first_class: int) -> Candidates:
     """`candidates` in plain PyTorch: the K largest themselves."""
-    (M, V), device = logits.shape, logits.device
+    (M, V), device = y.shape, y.device
     keys = torch.full((M, k), NOTHING, dtype=torch.int64, device=device)
     counts = torch.full((M,), min(k, V), dtype=torch.int32, device=device)
-    if V == 0:
-        part = torch.zeros((2, M), dtype=torch.float32, device=device)
-        part[0] = float("-inf")
-        return Candidates(part, keys, counts)
-    y = transform_cpu(logits, transform)
-    m = y.amax(-1)
-    base = torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)
-    # In float32 a sum of small terms, one after the other, rounds the largest one's 1 in one direction.
-    s = (y - base).exp_().sum(-1, dtype=torch.float64).float()
-    classes = transform.first_class + torch.arange(V, dtype=torch.int64, device=device)
+    classes = first_class + torch.arange(V, dtype=torch.int64, device=device)
     key = (_order_cpu(y).long() << 32) | (classes ^ NOT_SIGN.value)
     keys[:, : min(k, V)] = key.topk(min(k, V)).values
-    return Candidates(torch.stack((m, s)), keys, counts)
+    return Candidates(part, keys, counts)
 
 
 def combine_cpu(parts: Candidates, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`combine` in plain PyTorch."""
     R, M = parts.part.shape[0] // 2, parts.part.shape[1]
-    m_r, s_r = parts.part.view(R, 2, M).unbind(1)
+    s_r, m_r = parts.part.view(R, 2, M).unbind(1)
     m = m_r.amax(0)
     s = ((m_r - torch.where(m == float("-inf"), 0.0, m)).exp() * s_r).sum(0)
     logsum = s.log()
@@ -381,7 +328,7 @@ def combine_cpu(parts: Candidates, k: int) -> tuple[Tensor, Tensor, Tensor, Tens
 class TopkFunctions(NamedTuple):
     """The steps from rows of logits to the largest ones."""
 
-    candidates: Callable[[Tensor, int, LogitTransform], Candidates]
+    candidates: Callable[[Tensor, Tensor, Tensor | None, int, int], Candidates]
     combine: Callable[[Candidates, int], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 

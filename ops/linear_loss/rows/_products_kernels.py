@@ -104,12 +104,14 @@ def is_other(cols, limit, own):
 def logits_kernel(
     x, w, p, bias_ptr, class_weight_ptr, row_ptr, own_ptr, count_ptr, place_ptr, part_ptr, out_ptr, first_out_ptr,
     K, M, V, H, x_stride, w_stride_v, w_stride_h, p_stride, inner, outer, softcap,
-    GRADIENTS: tl.constexpr, MOMENTS: tl.constexpr, DIRECT: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr,
-    DESCRIBED: tl.constexpr, P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr,
-    PIECES: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    GRADIENTS: tl.constexpr, LOGITS: tl.constexpr, MOMENTS: tl.constexpr, DIRECT: tl.constexpr, ROUNDED: tl.constexpr,
+    FLOAT16: tl.constexpr, DESCRIBED: tl.constexpr, P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr,
+    PROGRAMS: tl.constexpr, PIECES: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles of x W^T, and of their rows either exponentials with their sums, or GRADIENTS.
+
+    With LOGITS p gets the transformed logits instead of exponentials, in float32.
 
     `row [4, M]` has the rows' references and the coefficients of gradients; a reference of +inf is a row that does not
     count. `part [4, tiles, M]` gets the sums of exponentials, the largest logit of the tile, with MOMENTS their
@@ -154,6 +156,8 @@ def logits_kernel(
         has_others = 1 if PIECES > 2 else tl.max((is_own | (limit < first_col + BLOCK_N)).to(tl.int32), axis=0)
         if PIECES == 8:
             pieces = column_eighths(z)
+        elif PIECES == 4:
+            pieces = column_quarters(z)
         elif PIECES == 2:
             pieces = column_halves(z)
         else:
@@ -191,7 +195,7 @@ def logits_kernel(
                 else:
                     weighted += tl.sum(tl.where(others, class_weight * y, 0.0), axis=1)
             if p is not None:
-                stored = (value * slope * SCALE).to(LOW)
+                stored = y if LOGITS else (value * slope * SCALE).to(LOW)
                 if P_DESCRIBED:
                     p.store([first_row, col], stored)
                 else:
@@ -310,64 +314,20 @@ def statistics_kernel(
 
 @jit
 def coefficients_kernel(
-    stats_ptr, mask_ptr, own_ptr, slope_ptr, grad_ptr, lse_grad_ptr, out_ptr, M, stats_stride, grad_stride, factor,
-    least, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Compute what exponentials are multiplied by to be gradients, what their own columns hold, and what that loses.
-
-    Out is `[3, M]`: r, the rest of the own class's gradient, and its entry in P, of which r times is that gradient.
-    """
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = rows < M
-    counts = tl.load(mask_ptr + rows, mask=inside, other=0) != 0
-    factor, least = tl.cast(factor, tl.float32), tl.cast(least, tl.float32)
-    rest = tl.load(stats_ptr + stats_stride + rows, mask=counts, other=0.0)
-    own = tl.load(stats_ptr + 2 * stats_stride + rows, mask=counts, other=1.0)
-    scale = tl.load(stats_ptr + 4 * stats_stride + rows, mask=counts, other=1.0)
-    total = own + rest
-    slope = factor
-    if slope_ptr is not None:
-        slope = tl.load(slope_ptr + rows, mask=counts, other=0.0)
-    g = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    if grad_ptr is not None:
-        g = tl.load(grad_ptr + rows * grad_stride, mask=counts, other=0.0)
-    entry = g * rest / total * slope
-    r = -g / total * (factor * scale)
-    stored = -rest / scale
-    if slope_ptr is not None:
-        stored *= slope
-    if lse_grad_ptr is not None:
-        f = tl.load(lse_grad_ptr + rows, mask=counts, other=0.0)
-        entry += f * own / total * slope
-        r += f / total * (factor * scale)
-        smallest = tl.abs(entry) * least * scale / total
-        r = tl.where(tl.abs(r) < smallest, smallest, r)
-        stored = tl.where(r == 0.0, 0.0, entry / r)
-    column = tl.load(own_ptr + rows, mask=inside, other=-1)
-    lost = entry - r * stored.to(tl.bfloat16).to(tl.float32)
-    tl.store(out_ptr + rows, r, mask=inside)
-    tl.store(out_ptr + M + rows, tl.where(column >= 0, lost, 0.0), mask=inside)
-    tl.store(out_ptr + 2 * M + rows, stored, mask=inside)
-
-
-@jit
-def gradient_coefficients_kernel(
     stats_ptr, mask_ptr, own_ptr, y_ptr, slope_ptr, class_weight_ptr, size_ptr, grad_ptr, entropy_grad_ptr,
-    lse_grad_ptr, weighted_grad_ptr, out_ptr, M, stats_stride, grad_stride, factor, FLOAT16: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    lse_grad_ptr, weighted_grad_ptr, out_ptr, M, stats_stride, grad_stride, factor, least,
+    EXPONENTIALS: tl.constexpr, FLOAT16: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Compute for rows of one class what `coefficients` of `softmax.py` does, and what is read beside P.
 
     Out is `[7, M]`: a row's reference, a, b and u, over its size; r, what rounding its own entry loses, and that entry,
-    of which r times is the own class's gradient.
+    of which r times is the own class's gradient. With EXPONENTIALS in P, a is in r, and the first four are not written.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < M
     counts = tl.load(mask_ptr + rows, mask=inside, other=0) != 0
-    reference = tl.load(stats_ptr + rows, mask=counts, other=0.0)
     rest = tl.load(stats_ptr + stats_stride + rows, mask=counts, other=0.0)
     own = tl.load(stats_ptr + 2 * stats_stride + rows, mask=counts, other=1.0)
-    moment = tl.load(stats_ptr + 3 * stats_stride + rows, mask=counts, other=0.0)
     column = tl.load(own_ptr + rows, mask=inside, other=-1)
     g = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if grad_ptr is not None:
@@ -376,12 +336,13 @@ def gradient_coefficients_kernel(
     if lse_grad_ptr is not None:
         f = tl.load(lse_grad_ptr + rows, mask=counts, other=0.0)
     total = own + rest
-    p, mean = own / total, moment / total
+    p = own / total
     a, b, u = f - g, tl.zeros((BLOCK_M,), dtype=tl.float32), tl.zeros((BLOCK_M,), dtype=tl.float32)
     entry = g * (rest / total) + p * f
     if entropy_grad_ptr is not None:
+        mean = tl.load(stats_ptr + 3 * stats_stride + rows, mask=counts, other=0.0) / total
         h = tl.load(entropy_grad_ptr + rows, mask=counts, other=0.0)
-        distance = tl.load(y_ptr + rows, mask=counts, other=0.0) - reference
+        distance = tl.load(y_ptr + rows, mask=counts, other=0.0) - tl.load(stats_ptr + rows, mask=counts, other=0.0)
         entry -= h * tl.where(p > 0.0, p * (distance - mean), 0.0)
         a += h * mean
         b = -h / total
@@ -394,22 +355,54 @@ def gradient_coefficients_kernel(
     slope = r
     if slope_ptr is not None:
         slope = tl.load(slope_ptr + rows, mask=counts, other=0.0)
-    if size_ptr is not None:
-        size = tl.load(size_ptr + rows, mask=inside, other=1.0)
-        a, b, u, r = a / size, b / size, u / size, r * size
     entry *= slope
-    stored = entry / r
+    if EXPONENTIALS:
+        scale = tl.load(stats_ptr + 4 * stats_stride + rows, mask=counts, other=1.0)
+        r = a * (r * scale)
+        if lse_grad_ptr is not None:
+            smallest = tl.abs(entry) * tl.cast(least, tl.float32) * scale / total
+            r = tl.where(tl.abs(r) < smallest, smallest, r)
+            stored = tl.where(r == 0.0, 0.0, entry / r)
+        else:
+            stored = -rest / scale
+            if slope_ptr is not None:
+                stored *= slope
+    else:
+        if size_ptr is not None:
+            size = tl.load(size_ptr + rows, mask=inside, other=1.0)
+            a, b, u, r = a / size, b / size, u / size, r * size
+        stored = entry / r
+        reference = tl.load(stats_ptr + rows, mask=counts, other=0.0)
+        tl.store(out_ptr + rows, tl.where(counts, reference, float("inf")), mask=inside)
+        tl.store(out_ptr + M + rows, a, mask=inside)
+        tl.store(out_ptr + 2 * M + rows, b, mask=inside)
+        tl.store(out_ptr + 3 * M + rows, u, mask=inside)
     UNIT: tl.constexpr = 32768.0 if FLOAT16 else 1.0
     LOW: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
     rounded = (stored * UNIT).to(LOW).to(tl.float32) / UNIT
     lost = tl.where(counts & (column >= 0), entry - r * rounded, 0.0)
-    tl.store(out_ptr + rows, tl.where(counts, reference, float("inf")), mask=inside)
-    tl.store(out_ptr + M + rows, a, mask=inside)
-    tl.store(out_ptr + 2 * M + rows, b, mask=inside)
-    tl.store(out_ptr + 3 * M + rows, u, mask=inside)
     tl.store(out_ptr + 4 * M + rows, tl.where(counts, r, 0.0), mask=inside)
     tl.store(out_ptr + 5 * M + rows, lost, mask=inside)
     tl.store(out_ptr + 6 * M + rows, stored, mask=inside)
+
+
+@jit
+def exponentials_kernel(
+    e_ptr, p_ptr, scale_ptr, a_ptr, b_ptr, u_ptr, class_weight_ptr, count_ptr, V, e_stride, p_stride,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Compute E (a + b log E) + u w of some columns of a row, E its exponentials times a scale."""
+    row = tl.program_id(1).to(tl.int64)
+    if row >= tl.load(count_ptr):
+        return
+    cols = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = cols < V
+    e = tl.load(e_ptr + row * e_stride + cols, mask=mask, other=0.0).to(tl.float32) * tl.load(scale_ptr + row)
+    # An exponential that is 0 has no logarithm, and 0 times infinity would be NaN.
+    value = e * (tl.load(a_ptr + row) + tl.load(b_ptr + row) * tl.log(tl.where(e > 0.0, e, 1.0)))
+    if class_weight_ptr is not None:
+        value += tl.load(u_ptr + row) * tl.load(class_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(p_ptr + row * p_stride + cols, value.to(p_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -492,7 +485,10 @@ def input_gradient_kernel(
     DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of r (P W) + e W_t, `factor [2, M]` r and e, in the rows of dx that `place` says."""
+    """Compute a tile of r (P W) + e W_t, `factor [2, M]` r and e, in the rows of dx that `place` says.
+
+    Without own columns t there is no second term.
+    """
     end = tl.load(count_ptr)
     tiles_m, tiles_n = tl.cdiv(end, BLOCK_M), tl.cdiv(H, BLOCK_N)
     tile = tl.program_id(0)
@@ -508,16 +504,17 @@ def input_gradient_kernel(
     )  # fmt: skip
     rows, cols = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
     inside = rows < end
-    r = tl.load(factor_ptr + rows, mask=inside, other=0.0)
-    e = tl.load(factor_ptr + M + rows, mask=inside, other=0.0)
-    own = tl.load(own_ptr + rows, mask=inside, other=-1).to(tl.int64)
+    dx *= tl.load(factor_ptr + rows, mask=inside, other=0.0)[:, None]
     place = rows.to(tl.int64)
     if place_ptr is not None:
         place = tl.load(place_ptr + rows, mask=inside, other=0)
-    offsets = cols[None, :].to(tl.int64) * w_stride_h
-    has_own = (own >= 0)[:, None] & (cols < H)[None, :]
-    w_t = tl.load(weight_ptr + own[:, None] * w_stride_v + offsets, mask=has_own, other=0.0).to(tl.float32)
-    dx = dx * r[:, None] + w_t * e[:, None]
+    if own_ptr is not None:
+        e = tl.load(factor_ptr + M + rows, mask=inside, other=0.0)
+        own = tl.load(own_ptr + rows, mask=inside, other=-1).to(tl.int64)
+        offsets = cols[None, :].to(tl.int64) * w_stride_h
+        has_own = (own >= 0)[:, None] & (cols < H)[None, :]
+        w_t = tl.load(weight_ptr + own[:, None] * w_stride_v + offsets, mask=has_own, other=0.0).to(tl.float32)
+        dx += w_t * e[:, None]
     mask = inside[:, None] & (cols < H)[None, :]
     tl.store(dx_ptr + place[:, None] * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

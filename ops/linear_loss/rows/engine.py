@@ -7,8 +7,9 @@ scaled, are what the products of the gradients read. Three products in all.
 Where it is not, or each row has an incoming gradient of its own, a first pass gives all results and a second one the
 gradients: of exponentials that were kept, or with the logits made once more.
 
-So they are made again within a chunk where the gradient is no multiple of the exponentials: that of an entropy, of
-label smoothing, of float16, whose range holds no exponentials, and over supports.
+Where the gradient is no multiple of the exponentials, that of an entropy and of label smoothing, one pass over them
+makes it. Logits are made again within a chunk where that is not enough: with a cap, whose slope is not known any more,
+in float16, whose range holds no exponentials, for several classes of a row, and over supports.
 """
 
 import math
@@ -19,10 +20,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
+from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.rows._classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.plan import Plan
-from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, Weights
+from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE
 from llmk.ops.linear_loss.rows.projection import (
     LARGEST_EXPONENT,
     Chunk,
@@ -31,7 +32,6 @@ from llmk.ops.linear_loss.rows.projection import (
     MatrixProjection,
     RowMatrix,
     matrix,
-    projection_of,
 )
 from llmk.ops.linear_loss.rows.softmax import (
     STATISTICS,
@@ -60,11 +60,9 @@ class SoftmaxRows:
 
     Attributes:
         compacted: Which tokens the rows are.
-        weights: The linear layer, its transform, and the class weights of `RowResults.weighted`.
-        shard: The classes of this rank; None for all.
+        projection: The linear layer, its transform, and the class weights of `RowResults.weighted`.
         classes: `[N, K]`, int32 or int64.
         ignore_index: A class that does not count.
-        by_kernels: On a GPU, where 16-bit rows take kernels.
         moments: The entropy is asked for.
         leaves_out_own: A row's class is left out of its sums; else they are of all classes.
         with_tail: The log-probability of all classes that are not a row's, together, is asked for.
@@ -72,18 +70,14 @@ class SoftmaxRows:
     """
 
     compacted: CompactedTokens
-    x: Tensor  # [N, H]
-    weights: Weights
-    shard: VocabShard | None
+    projection: KernelProjection | MatrixProjection
     classes: Tensor
     ignore_index: int
     plan: Plan
-    by_kernels: bool
     moments: bool = False
     leaves_out_own: bool = True
     with_tail: bool = False
     support: Tensor | None = None  # ids, [N, L]
-    projection: KernelProjection | MatrixProjection = field(init=False)
     numbering: Numbering = field(init=False)
     _support: Support | None = field(init=False, default=None)
     _all: tuple[Chunk, Classes] | None = field(init=False, default=None)
@@ -91,9 +85,8 @@ class SoftmaxRows:
     _ends: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.projection = projection_of(self.x, self.weights, self.shard, self.by_kernels)
-        self.classes = self.classes.contiguous()
-        own = self.weights.weight.shape[0]
+        self.x, self.weights, self.shard = self.projection.x, self.projection.weights, self.projection.shard
+        self.classes, own = self.classes.contiguous(), self.projection.V
         first, of_all = (0, own) if self.shard is None else (self.shard.first_class, self.shard.num_classes)
         self.numbering = Numbering(self.ignore_index, first, of_all)
         if self.support is not None:
@@ -112,7 +105,7 @@ class SoftmaxRows:
     def row_matrix(self) -> Tensor:
         """Return an uninitialized P for the rows of a chunk."""
         rows = min(self.plan.chunk_rows, self.x.shape[0])
-        return matrix(rows, self.weights.weight.shape[0], self.projection.p_dtype, self.x.device)
+        return matrix(rows, self.projection.V, self.projection.p_dtype, self.x.device)
 
     def chunk(self, rows: slice) -> tuple[Chunk, Classes]:
         """Return some rows and their classes."""
@@ -163,7 +156,7 @@ class SoftmaxRows:
             y_left_out = classes.y.masked_fill(~others, float("-inf"))
         slope_own = None if classes.slopes is None else classes.own(classes.slopes)
         reference = torch.where(mask, reference, float("inf"))  # which says that a row does not count
-        return Chunk(rows, mask, self._count(rows), own, y_own, reference, slope_own, left_out, y_left_out), classes
+        return Chunk(rows, self._count(rows), mask, own, y_own, reference, slope_own, left_out, y_left_out), classes
 
     def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Statistics, RowResults, Tensor]:
         """Return a chunk's statistics, its results, and if the own class is the largest; write exponentials to P."""
@@ -188,28 +181,33 @@ class SoftmaxRows:
         return self.has_one_class and self.projection.keeps_exponentials
 
     def exponentials_serve(self, grads: RowGradients) -> bool:
-        """Return True if exponentials that are stored give the gradient."""
-        return self.stores_exponentials and grads.is_scaled_exponentials
+        """Return True if exponentials that are stored give the gradient, as they are or after one pass over them."""
+        serves = grads.is_scaled_exponentials or not self.transform.softcap  # a cap's slope is in them
+        return self.stores_exponentials and grads.tail is None and serves
 
     def matrix_of(
-        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, p: Tensor, exponentials: bool
+        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, p: Tensor, e: Tensor | None
     ) -> RowMatrix:  # fmt: skip
-        """Return what the products of the gradients read, given P with the exponentials or to be made."""
-        if exponentials:
-            return self.projection.exponentials(chunk, stats, grads, p)
+        """Return what the products of the gradients read, made in p.
+
+        Exponentials e that serve may be there already; without them the logits are made again.
+        """
+        if e is not None and grads.is_scaled_exponentials:
+            return self.projection.exponentials(chunk, stats, grads, e)
         if self.has_one_class and isinstance(self.projection, KernelProjection):
             size = None if p.dtype != torch.float16 else self._power_of_two(grads.masked(classes.counts), stats.rest)
-            return self.projection.made(chunk, stats, grads, size, p)
+            return self.projection.made(chunk, stats, grads, size, p, e)
         grads = grads.masked(classes.counts)
         is_own = torch.zeros_like(classes.counts)
         if self.leaves_out_own:
             is_own = (classes.ids == classes.own(classes.ids).unsqueeze(1)) & classes.counts
         class_weight = self.weights.of_classes(classes.columns)
         row = coefficients(stats, classes.y, grads, classes.ids, is_own, class_weight, classes.distinct)
-        return self._made_matrix(chunk, classes, stats, grads, row, p)
+        return self._made_matrix(chunk, classes, stats, grads, row, p, e)
 
     def _made_matrix(
-        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, row: Coefficients, p: Tensor
+        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, row: Coefficients, p: Tensor,
+        e: Tensor | None,
     ) -> RowMatrix:  # fmt: skip
         """Make the gradient of a chunk's logits; float16 takes a power of two out of each row."""
         factor, (reference, a, b, entries), u = self.transform.factor, row, grads.weighted
@@ -218,7 +216,10 @@ class SoftmaxRows:
         if p.dtype == torch.float16:
             size = self._power_of_two(grads, a)
             a, b, u = a / size, b / size, None if u is None else u / size
-        self.projection.gradients(chunk, reference, a, b, u, p)
+        if e is None:
+            self.projection.gradients(chunk, reference, a, b, u, p)
+        else:
+            self.projection.from_exponentials(chunk, e, stats.scale, (a, b, u), p)
         row_factor = (size * factor).masked_fill(~classes.counts.any(-1), 0.0)
         columns, stored = classes.columns, entries / (size * factor).unsqueeze(-1)
         own_entry, own_stored = classes.own(entries), classes.own(stored)
@@ -226,13 +227,13 @@ class SoftmaxRows:
         lost = own_entry - row_factor * ((own_stored * unit).to(p.dtype).float() / unit)
         factors = torch.stack((row_factor, lost.masked_fill(chunk.own < 0, 0.0)))
         if self.has_one_class:
-            return RowMatrix(p, factors, own_stored)
+            return RowMatrix(p, factors, chunk.own, own_stored)
         if self._support is not None:
             own = self._support.entries(chunk, classes, stats, grads)
             columns = columns.masked_fill(self._support.cuts(chunk.rows).unsqueeze(-1), -1)
             columns = torch.cat((columns, own[0]), -1)
             stored = torch.cat((stored, own[1] / (size * factor).unsqueeze(-1)), -1)
-        return RowMatrix(p, factors, own_stored, columns.contiguous(), stored.contiguous())
+        return RowMatrix(p, factors, chunk.own, own_stored, columns.contiguous(), stored.contiguous())
 
     def _power_of_two(self, grads: RowGradients, like: Tensor) -> Tensor:
         """Return powers of two `[M]` that no element of a row's gradient exceeds."""
@@ -319,7 +320,7 @@ def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) ->
         parts.add(stats, results, largest)
         grads = objective.gradients(block, results)
         serves = rows.exponentials_serve(grads)
-        gradients.add(chunk, rows.matrix_of(chunk, classes, stats, grads, part, serves))
+        gradients.add(chunk, rows.matrix_of(chunk, classes, stats, grads, part, part if serves else None))
     return parts
 
 
@@ -345,19 +346,17 @@ def second_pass(
 ) -> None:
     """Make the gradients, given the statistics `[5, N]` of a first pass and a function for those of the results.
 
-    Exponentials that were kept serve as they are where they do.
+    Exponentials that were kept are read where they serve, and stay: another backward pass may read them.
     """
     p: Tensor | None = None
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
         of_rows = Statistics(stats[:, block])
         grads = row_gradients(block, of_rows)
-        serves = kept is not None and rows.exponentials_serve(grads)
-        if kept is not None and serves:
-            part = kept[block]
+        e = kept[block] if kept is not None and rows.exponentials_serve(grads) else None
+        if e is not None and grads.is_scaled_exponentials:  # the entries are there already
+            made = replace(rows.matrix_of(chunk, classes, of_rows, grads, e, e), own_stored=None)
         else:
             p = rows.row_matrix() if p is None else p
-            part = p[: block.stop - block.start]
-        made = rows.matrix_of(chunk, classes, of_rows, grads, part, serves)
-        # Exponentials that are kept have the entries already: another backward pass may read them.
-        gradients.add(chunk, replace(made, holds_own=True) if serves else made)
+            made = rows.matrix_of(chunk, classes, of_rows, grads, p[: block.stop - block.start], e)
+        gradients.add(chunk, made)

@@ -1,6 +1,7 @@
 """The plan of a loss over a vocabulary: how many rows of P exist at a time, and in what dtype dW is summed.
 
     memory   dW's sums + C V e, of a chunk of C rows; in the backward pass dW twice, as it is scaled
+             with logits in memory, of a block of rows at a time, as much as P's for these
     time     3 products of 2 N V H FLOPs, that of dx in waves of tiles, and for each chunk what it reads of W and what
              it reads and writes of dW
 
@@ -48,10 +49,14 @@ FLOAT32_MATRICES = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows of a loss over N rows whose P exists at a time, and whether dW is summed in its own dtype."""
+    """The rows of a loss over N rows whose P exists at a time, and whether dW is summed in its own dtype.
+
+    Where logits are in memory, those of a block of rows of a chunk are.
+    """
 
     chunk_rows: int
     rounded_sums: bool
+    block_rows: int = 0
 
 
 def kept_rows(N: Any, V: Any, element: int) -> Any:
@@ -67,31 +72,41 @@ def fits(group: int, V: int, element: int) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    N: int, H: int, V: int, dtype: torch.dtype, *, on_host: bool, chunk_size: int = 0, group: int = 1
+    N: int, H: int, V: int, dtype: torch.dtype, *, on_host: bool, chunk_size: int = 0, group: int = 1, matrices: int = 0
 ) -> Plan:  # fmt: skip
-    """Choose the plan of a loss over N rows of H features and V classes, in chunks of whole groups of rows."""
+    """Choose the plan of a loss over N rows of H features and V classes, in chunks of whole groups of rows.
+
+    `matrices` is the number of float32 matrices of a block's logits, and of what is like them, that exist at a time.
+    """
     if not V * H > 0 or N == 0:
-        return Plan(max(N, group, 1), True)
+        rows = max(N, group, 1)
+        return Plan(rows, True, rows if matrices else 0)
     if on_host:
-        chunk_size = chunk_size or max(64, CPU_LOGITS // V)
+        chunk_size = chunk_size or max(64, CPU_LOGITS // (V * max(matrices, 1)))
+
+    def of(rows: int) -> Plan:
+        rounded = dtype != torch.float16 and cdiv(N, rows) <= ROUNDED_CHUNKS
+        return Plan(rows, rounded, _block_rows(rows, dtype, matrices, on_host))
+
     if chunk_size:
-        rows = max(chunk_size // group, 1) * group
-        return Plan(rows, _rounded(N, rows, dtype))
+        return of(max(chunk_size // group, 1) * group)
     unit = group if group > 1 else ROW_MULTIPLE
     units = cdiv(N, unit)
     candidates = {cdiv(units, n) * unit for n in range(1, MOST_CHUNKS + 1)}
-    return min(
-        (Plan(rows, _rounded(N, rows, dtype)) for rows in candidates), key=lambda each: _price(N, H, V, dtype, each)
-    )
+    return min(map(of, candidates), key=lambda each: _price(N, H, V, dtype, each))
 
 
-def _rounded(N: int, rows: int, dtype: torch.dtype) -> bool:
-    return dtype != torch.float16 and cdiv(N, rows) <= ROUNDED_CHUNKS
+def _block_rows(chunk_rows: int, dtype: torch.dtype, matrices: int, on_host: bool) -> int:
+    """Return the rows whose logits take no more than a chunk's P, but for few rows; 0 without logits."""
+    if not matrices or on_host:
+        return chunk_rows if matrices else 0
+    rows = chunk_rows * dtype.itemsize // (torch.float32.itemsize * matrices)
+    return min(chunk_rows, max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE)
 
 
 def memory(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> int:
     """Return the bytes that a plan holds at its peak, besides the input, the weight and dx."""
-    matrices = 1 + FLOAT32_MATRICES if dtype == torch.float32 else 1
+    matrices = 1 + (FLOAT32_MATRICES if dtype == torch.float32 else 0) + (plan.block_rows > 0)
     weight = V * H * dtype.itemsize
     sums = weight if plan.rounded_sums else 4 * V * H
     return max(sums + matrices * min(plan.chunk_rows, N) * V * dtype.itemsize, 2 * weight)
@@ -108,10 +123,14 @@ def _price(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> float:
     return time * memory(N, H, V, dtype, plan) ** MEMORY_EXPONENT
 
 
-def described(N: int, H: int, V: int, dtype: torch.dtype, *, on_host: bool, chunk_size: int = 0) -> str:
+def described(
+    N: int, H: int, V: int, dtype: torch.dtype, *, on_host: bool, chunk_size: int = 0, matrices: int = 0
+) -> str:  # fmt: skip
     """Say what the chosen plan is."""
-    chosen = plan(N, H, V, dtype, on_host=on_host, chunk_size=chunk_size)
-    element = 32 if on_host else 8 * dtype.itemsize
-    parts = [f"{min(chosen.chunk_rows, N)} tokens a chunk, no logits in memory but {element}-bit exponentials"]
+    chosen = plan(N, H, V, dtype, on_host=on_host, chunk_size=chunk_size, matrices=matrices)
+    found = f"no logits in memory but {32 if on_host else 8 * dtype.itemsize}-bit exponentials"
+    if matrices:
+        found = f"32-bit logits of {min(chosen.block_rows, N)} at a time"
+    parts = [f"{min(chosen.chunk_rows, N)} tokens a chunk, {found}"]
     parts.append(f"the gradient of the weight summed in {8 * dtype.itemsize if chosen.rounded_sums else 32} bits")
     return ", ".join(parts) + f": {memory(N, H, V, dtype, chosen) / 2**20:.0f} MiB by the plan's model"

@@ -28,12 +28,18 @@ LARGEST_EXPONENT = 100
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Some rows of a projection, of which those count that the mask says, among the first `count`."""
+class Span:
+    """Some rows of a projection, of which no more than the first `count` count."""
 
     rows: slice
-    mask: Tensor  # bool [M]
     count: Tensor  # int32 [1]
+
+
+@dataclass(frozen=True)
+class Chunk(Span):
+    """Some rows of a softmax over a projection, of which those count that the mask says."""
+
+    mask: Tensor  # bool [M]
     own: Tensor  # int32 [M], the column of the row's own class, negative where it is elsewhere
     y_own: Tensor  # float32 [M], its transformed logit, of all ranks; -inf for no class
     reference: Tensor  # float32 [M], the same for kernels: +inf where a row does not count, NaN where that is +inf
@@ -48,14 +54,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RowMatrix:
-    """P of a chunk, whose rows are multiplied by a factor: P's own column has its entry once it is added."""
+    """P of some rows, which are multiplied by factors: P's own column has its entry once it is added."""
 
     p: Tensor  # [M, V]
     factors: Tensor  # float32 [2, M], the rows' factors, and what rounding the entries of own columns loses
-    own_stored: Tensor  # float32 [M], the entries of own columns
+    own: Tensor | None = None  # int32 [M], own columns; None where no row has one
+    own_stored: Tensor | None = None  # float32 [M], their entries; None where P has them
     columns: Tensor | None = None  # int32 [M, K], of entries that take another column's place
     stored: Tensor | None = None  # float32 [M, K]
-    holds_own: bool = False  # P has the entries of own columns already
 
 
 class RowsOfLogits(NamedTuple):
@@ -99,12 +105,30 @@ class Projection(Protocol):
         """Write E (a + b log E) + u w to P, with the exponentials E relative to the references."""
         ...
 
+    def from_exponentials(
+        self, chunk: Chunk, e: Tensor, scale: Tensor, numbers: tuple[Tensor, Tensor, Tensor | None], p: Tensor
+    ) -> None:
+        """Write the same to P where E is `scale` times the exponentials e, which P may be; numbers are a, b and u."""
+        ...
+
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
         """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
         ...
 
     def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
         """Return what stands among exponentials at own columns where only log-probabilities have a gradient."""
+        ...
+
+    def logits(self, rows: slice, count: Tensor, out: Tensor) -> None:
+        """Write the transformed logits of some rows, of which the first `count` count, to `out [M, V]`, float32."""
+        ...
+
+    def logits_and_sums(self, rows: slice, count: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Write the logits; return the rows' sums of exponentials and what they are relative to, `[2, M]`.
+
+        That is their largest logit. Also return these two numbers of tiles, `[2 or more, tiles, M]`, where kernels have
+        made them.
+        """
         ...
 
 
@@ -129,6 +153,7 @@ class KernelProjection:
         self.x, self.weights, self.shard = x if x.stride(-1) == 1 else x.contiguous(), weights, shard
         self.p_dtype, self.V = x.dtype, weights.weight.shape[0]
         self.scratch: Tensor | None = None
+        self.without_own: tuple[Tensor, Tensor] | None = None
 
     @property
     def keeps_exponentials(self) -> bool:
@@ -199,24 +224,58 @@ class KernelProjection:
             products.combine_listed(parts, listed, place, out, weighted=weights.class_weight is not None)
 
     def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
-        factor = self.weights.transform.factor
-        out = products.exponential_coefficients(stats.values, chunk.own_classes, grads, factor)
-        return RowMatrix(p, out[:2], out[2])
+        out = products.coefficients(stats.values, chunk.own_classes, self.weights, grads, exponentials=True)
+        return RowMatrix(p, out[4:6], chunk.own, out[6])
 
-    def made(self, chunk: Chunk, stats: Statistics, grads: RowGradients, size: Tensor | None, p: Tensor) -> RowMatrix:
-        """Make the gradient of the logits of a chunk whose rows have one class, over each row's size where given."""
-        out = products.gradient_coefficients(stats.values, chunk.own_classes, self.weights, grads, size)
-        self._make_gradients(chunk, out[:4], grads.weighted is not None, p)
-        return RowMatrix(p, out[4:6], out[6])
+    def made(
+        self, chunk: Chunk, stats: Statistics, grads: RowGradients, size: Tensor | None, p: Tensor, e: Tensor | None
+    ) -> RowMatrix:  # fmt: skip
+        """Make the gradient of the logits of a chunk whose rows have one class, over each row's size where given.
+
+        It is made of exponentials e where they are given.
+        """
+        out = products.coefficients(stats.values, chunk.own_classes, self.weights, grads, size, exponentials=False)
+        if e is None:
+            self._make_gradients(chunk, out[:4], grads.weighted is not None, p)
+        else:
+            u = None if grads.weighted is None else out[3]
+            self.from_exponentials(chunk, e, stats.scale, (out[1], out[2], u), p)
+        return RowMatrix(p, out[4:6], chunk.own, out[6])
 
     def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
-        factor = self.weights.transform.factor
-        return products.exponential_coefficients(stats.values, chunk.own_classes, RowGradients(None), factor)[2]
+        grads = RowGradients(None)
+        return products.coefficients(stats.values, chunk.own_classes, self.weights, grads, exponentials=True)[6]
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
         reference = reference.masked_fill(~chunk.mask, float("inf"))
         numbers = torch.stack((reference, a, b, torch.zeros_like(a) if u is None else u))
         self._make_gradients(chunk, numbers, u is not None, p)
+
+    def _without_own(self, rows: slice, count: Tensor) -> Rows:
+        """Return rows whose sums leave out no class, and are relative to their largest logits."""
+        x = self.x[rows]
+        if self.without_own is None or self.without_own[1].shape[0] != x.shape[0]:
+            lowest = torch.full((1, x.shape[0]), float("-inf"), dtype=torch.float32, device=x.device)
+            self.without_own = lowest, torch.full(x.shape[:1], -1, dtype=torch.int32, device=x.device)
+        return Rows(x, *self.without_own, count)
+
+    def logits(self, rows: slice, count: Tensor, out: Tensor) -> None:
+        if self.V > 0:
+            products.launch_logits(self._without_own(rows, count), self.weights, out, logits=True)
+
+    def logits_and_sums(self, rows: slice, count: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+        of_rows = self._without_own(rows, count)
+        parts = products.part_sums(of_rows, self.V)
+        if self.V > 0:
+            products.launch_logits(of_rows, self.weights, out, parts, logits=True)
+        sums, _ = products.combined(parts, of_rows, moments=False, weighted=False, direct=False)
+        return sums[:2], parts
+
+    def from_exponentials(
+        self, chunk: Chunk, e: Tensor, scale: Tensor, numbers: tuple[Tensor, Tensor, Tensor | None], p: Tensor
+    ) -> None:
+        if self.V > 0:
+            products.gradients_of_exponentials(e, scale, numbers, self.weights.class_weight, p, chunk.count)
 
     def _make_gradients(self, chunk: Chunk, numbers: Tensor, weighted: bool, p: Tensor) -> None:
         weights = self.weights if weighted else self.weights._replace(class_weight=None)
@@ -245,12 +304,12 @@ class MatrixProjection:
     def _rounded(self, z: Tensor) -> Tensor:
         return z if self.rounded_to is None else z.to(self.rounded_to).float()
 
-    def _all_logits(self, rows: slice) -> Tensor:
-        """Return the logits of some rows, once for all that is asked of them."""
+    def _all_logits(self, rows: slice, out: Tensor | None = None) -> Tensor:
+        """Return the logits of some rows, once for all that is asked of them; they may be in `out`."""
         if self._shared is not None and self._shared[0] == rows:
             logits, self._shared = self._shared[1], None
             return logits
-        z = matrix(rows.stop - rows.start, self.V, torch.float32, self.x.device)
+        z = matrix(rows.stop - rows.start, self.V, torch.float32, self.x.device) if out is None else out
         torch.mm(self.x[rows], self.weights.weight.t(), out=z)
         if self.weights.bias is not None:
             z += self.weights.bias
@@ -271,6 +330,18 @@ class MatrixProjection:
             return logits.gather(1, ids)
         z = (self.x[rows] * self.weights.weight[ids.squeeze(1)]).sum(-1, keepdim=True)  # there may be no second pass
         return self._rounded(z if self.weights.bias is None else z + self.weights.bias[ids])
+
+    def logits(self, rows: slice, count: Tensor, out: Tensor) -> None:
+        out.copy_(self.weights.transform(self._all_logits(rows, out))[0])
+
+    def logits_and_sums(self, rows: slice, count: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+        self.logits(rows, count, out)
+        if self.V == 0:
+            m = torch.full(out.shape[:1], float("-inf"), dtype=torch.float32, device=out.device)
+            return torch.stack((torch.zeros_like(m), m)), None
+        m = out.amax(-1)
+        base = m.masked_fill(m == float("-inf"), 0.0).unsqueeze(-1)
+        return torch.stack((_row_sums((out - base).exp_()), m)), None
 
     def _transformed(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return y; the same but -inf of the rows' own classes and of rows that do not count; and dy / dz."""
@@ -322,12 +393,13 @@ class MatrixProjection:
         g = torch.zeros_like(total) if grads.logprobs is None else grads.logprobs.squeeze(1)
         stored = self.own_entries(chunk, stats)
         if grads.logsumexp is None:
-            return RowMatrix(p, (-g / total * factor).unsqueeze(0), stored)
+            return RowMatrix(p, (-g / total * factor).unsqueeze(0), chunk.own, stored)
         entry = (g * stats.rest + grads.logsumexp * stats.own) / total
         entry = entry * (factor if chunk.slope_own is None else chunk.slope_own)
         row_factor, least = (grads.logsumexp - g) / total * factor, entry.abs() * products.LEAST_FACTOR / total
         row_factor = torch.where(row_factor.abs() < least, least, row_factor)
-        return RowMatrix(p, row_factor.unsqueeze(0), torch.where(row_factor == 0, 0.0, entry / row_factor))
+        stored = torch.where(row_factor == 0, 0.0, entry / row_factor)
+        return RowMatrix(p, row_factor.unsqueeze(0), chunk.own, stored)
 
     def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
         return -stats.rest if chunk.slope_own is None else -stats.rest * chunk.slope_own
@@ -341,6 +413,16 @@ class MatrixProjection:
             value += u.unsqueeze(-1) * self.weights.class_weight.float()
         value = value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0)
         p.copy_(value if slope is None else value * slope)
+
+    def from_exponentials(
+        self, chunk: Chunk, e: Tensor, scale: Tensor, numbers: tuple[Tensor, Tensor, Tensor | None], p: Tensor
+    ) -> None:
+        e = e * scale.unsqueeze(-1)
+        a, b, u = (None if each is None else each.unsqueeze(-1) for each in numbers)
+        value = torch.where(e > 0, e * (a + b * e.log()), e * a)
+        if u is not None and self.weights.class_weight is not None:
+            value += u * self.weights.class_weight.float()
+        p.copy_(value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0))
 
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
         """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
@@ -376,52 +458,53 @@ class Gradients:
         self.dw = make_sum((V, H) if need[1] else (0,), dtype=total, device=device)
         self.db = make_sum((V,) if need[2] else (0,), dtype=torch.float32, device=device)
 
-    def add(self, chunk: Chunk, rows: RowMatrix) -> None:
-        """Add the gradients of a chunk; the first one overwrites."""
-        first = chunk.rows.start == 0
+    def add(self, span: Span, rows: RowMatrix) -> None:
+        """Add the gradients of some rows; the first ones overwrite."""
+        first = span.rows.start == 0
         if self.projection.V == 0:
             if self.need[0]:
                 self.dx.zero_()
             return
         if isinstance(self.projection, KernelProjection):
-            self._add_by_kernels(self.projection, chunk, rows, first)
+            self._add_by_kernels(self.projection, span, rows, first)
         else:
-            self._add_matrices(self.projection, chunk, rows, first)
+            self._add_matrices(self.projection, span, rows, first)
 
-    def _add_by_kernels(self, projection: KernelProjection, chunk: Chunk, rows: RowMatrix, first: bool) -> None:
+    def _add_by_kernels(self, projection: KernelProjection, span: Span, rows: RowMatrix, first: bool) -> None:
         scaled = projection.scratch_rows(rows.p.shape[0])
         scale, inverse, unit, factors = None, None, 1.0, rows.factors
         if rows.p.dtype == torch.float16:
             scale, inverse, unit = _float16_scales(rows.factors[0])
             factors = torch.cat((factors[:1] / unit, factors[1:]))
-        of_rows = Rows(projection.x[chunk.rows], rows.factors, chunk.own, chunk.count)
-        own_stored = rows.own_stored if unit == 1.0 else rows.own_stored * unit
-        entry = None if rows.holds_own else own_stored
+        x, entry = projection.x[span.rows], rows.own_stored
+        if entry is not None and unit != 1.0:
+            entry = entry * unit
+        of_rows = Rows(x, rows.factors, rows.own, span.count)
         products.scale_rows(of_rows, rows.p, scaled, rows.factors[0], entry, scale)
         if rows.columns is not None and rows.stored is not None:
-            projection.put(rows.p, rows.columns, rows.stored * unit, chunk.count)
+            projection.put(rows.p, rows.columns, rows.stored * unit, span.count)
         if self.need[0]:
             index = self.compacted.index
-            place = None if index is None else index[chunk.rows]
-            dx = self.dx if index is not None else self.dx[chunk.rows]
+            place = None if index is None else index[span.rows]
+            dx = self.dx if index is not None else self.dx[span.rows]
             products.input_gradient(of_rows, rows.p, projection.weights.weight, factors, dx, place)
         if self.need[1]:
-            products.weight_gradient(rows.p, scaled, self.dw, chunk.count, add=not first, scale=inverse)
+            products.weight_gradient(rows.p, scaled, self.dw, span.count, add=not first, scale=inverse)
         if self.need[2]:
-            products.bias_gradient(rows.p, rows.factors[0], self.db, chunk.count, scale=1 / unit, add=not first)
+            products.bias_gradient(rows.p, rows.factors[0], self.db, span.count, scale=1 / unit, add=not first)
 
-    def _add_matrices(self, projection: MatrixProjection, chunk: Chunk, rows: RowMatrix, first: bool) -> None:
+    def _add_matrices(self, projection: MatrixProjection, span: Span, rows: RowMatrix, first: bool) -> None:
         p, weight = rows.p, projection.weights.weight
-        if not rows.holds_own:
-            projection.put(p, chunk.own.unsqueeze(-1), rows.own_stored.unsqueeze(-1), chunk.count)
+        if rows.own is not None and rows.own_stored is not None:
+            projection.put(p, rows.own.unsqueeze(-1), rows.own_stored.unsqueeze(-1), span.count)
         if rows.columns is not None and rows.stored is not None:
-            projection.put(p, rows.columns, rows.stored, chunk.count)
+            projection.put(p, rows.columns, rows.stored, span.count)
         factor = rows.factors[0].unsqueeze(-1)
         counts = factor != 0
         if self.need[0]:
             dx = torch.where(counts, torch.mm(p, weight) * factor, 0.0)
-            self.dx[chunk.rows if self.compacted.index is None else self.compacted.index[chunk.rows]] = dx
-        x = torch.where(counts, projection.x[chunk.rows] * factor, 0.0)
+            self.dx[span.rows if self.compacted.index is None else self.compacted.index[span.rows]] = dx
+        x = torch.where(counts, projection.x[span.rows] * factor, 0.0)
         if self.need[1] and first:
             torch.mm(p.t(), x, out=self.dw)
         elif self.need[1]:
@@ -446,9 +529,10 @@ def _float16_scales(factor: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def projection_of(
-    x: Tensor, weights: Weights, shard: VocabShard | None, by_kernels: bool
+    input: Tensor, weights: Weights, shard: VocabShard | None, by_kernels: bool
 ) -> KernelProjection | MatrixProjection:
-    """Return the projection of rows: by kernels on a GPU where they have 16 bits."""
+    """Return the projection of rows `[..., H]`: by kernels on a GPU where they have 16 bits."""
+    x = input.reshape(-1, input.shape[-1])
     if by_kernels and x.dtype != torch.float32:
         return KernelProjection(x, weights, shard)
     return MatrixProjection(x, weights, shard)
