@@ -6,7 +6,6 @@ printed to be pasted. Those become tests in test_backend_found.py.
 """
 
 import argparse
-import importlib
 import signal
 import sys
 import time
@@ -258,7 +257,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the programs")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    importlib.import_module("compile_tests.helpers.vector_isa")  # once for all processes
     tally = Tally()
 
     def show(program: Program, say: str) -> None:

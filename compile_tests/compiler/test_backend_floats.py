@@ -12,14 +12,11 @@ from torch._dynamo.utils import counters
 from compile_tests.helpers.backend_checks import THROUGH_AUTOGRAD, require_same, rewriting
 from compile_tests.helpers.breadth import some_of
 from compile_tests.helpers.planted_rules import planted, reasons
+from compile_tests.helpers.without_cpp import WITHOUT_CPP
 from llmk.compiler import Report, compile, trial_cache
 from llmk.compiler.graph_builder import NO_CONSTANT
 from llmk.compiler.patterns import Arg, Call, GraphBuilder, KeywordArg
 
-OPTIONS: dict[str, Any] = (
-    {"fallback_by_default": True} if "fallback_by_default" in torch._inductor.list_options() else {}
-)
-"""No C++ is compiled, where Inductor has this: what is tested is what Dynamo guards on."""
 VALUES = [0.5 + i / 8 for i in range(10)]
 
 
@@ -94,7 +91,7 @@ FEW = [(norm, True, None), (tempered_logprobs, False, None), (capped_loss, True,
 def test_as_many_graphs_as_inductor_makes(case: tuple[Callable[..., Tensor], bool, bool | None]) -> None:
     """The first value, then any. With `dynamic=True` a number that a module holds is a constant until it changes."""
     fn, held, dynamic = case
-    report, settings = Report(), {"dynamic": dynamic, "fullgraph": True, "options": OPTIONS}
+    report, settings = Report(), {"dynamic": dynamic, "fullgraph": True, "options": WITHOUT_CPP}
     mine = graphs(fn, lambda f: compile(f, report=report, **settings), held)
     assert mine <= (2 if held or dynamic is None else 1)
     if not held:
@@ -172,7 +169,7 @@ def test_a_number_that_depends_on_data() -> None:
         return with_a_class_left_out(x, w, t, g, ignored.item())  # type: ignore[arg-type]
 
     torch._dynamo.reset()
-    run = compile(fn, report=report, fullgraph=True, options=OPTIONS)
+    run = compile(fn, report=report, fullgraph=True, options=WITHOUT_CPP)
     require_same(run, fn, [*args(), torch.ones(6, 8), torch.tensor(3)])
     assert report.replaced == {"swiglu": 1}, str(report)
     assert NO_CONSTANT in reasons(report)

@@ -68,7 +68,6 @@ def scaled_unit(called: str) -> Program:
     return Program(inputs, lines, ("v4",), called)
 
 
-@pytest.mark.usefixtures("vectors_known")
 @pytest.mark.parametrize("called", CALLS)
 def test_a_program_is_called_in_every_way(called: str) -> None:
     program = scaled_unit(called)
@@ -86,7 +85,6 @@ def test_hooks_see_nothing_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> No
     assert not tally.last
 
 
-@pytest.mark.usefixtures("vectors_known")
 def test_another_literals_graph_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     def held(gm: GraphModule, value: Tensor) -> Any:
         gm.held = value

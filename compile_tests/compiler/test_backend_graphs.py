@@ -288,6 +288,7 @@ def test_through_inductor() -> None:
     assert max(map(len, str(report).splitlines())) <= 80
 
 
+@pytest.mark.usefixtures("no_cpp")
 def test_other_rules_miss_the_caches() -> None:
     """The same rules hit the caches, others miss them."""
     x = randn(3, 8).detach()

@@ -124,9 +124,7 @@ def test_any_size() -> None:
     assert found == [0, 1, 0, 1]
 
 
-SCALAR = {"cpp.simdlen": 1}  # nothing has to be built to find out which vector instructions the CPU has
-
-
+@pytest.mark.usefixtures("no_cpp")
 def test_through_inductor() -> None:
     """Inductor's own caches tell the rules apart."""
     args = tensors(torch.bfloat16, (2, 3, 8), (4, 8), (4, 8))
@@ -135,7 +133,7 @@ def test_through_inductor() -> None:
         for without in ([], [], [sums.NAME]):
             torch._dynamo.reset()
             counters.clear()
-            run = llmk.compile(linears, report=Report(), without=without, options=SCALAR)
+            run = llmk.compile(linears, report=Report(), without=without)
             _, codes = run_and_get_code(require_same, run, linears, args)
             calls.append(sum(code.count("_add_product_.default(") for code in codes))
             asked.append([counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("hit", "miss")])
@@ -143,6 +141,7 @@ def test_through_inductor() -> None:
     assert [calls[0], calls[2]] == [1, 0]
 
 
+@pytest.mark.usefixtures("no_cpp")
 def test_products_that_inductor_adds_by_itself() -> None:
     """Inductor alone takes `addmm`, which copies what it adds to, where no view is between."""
     args = tensors(torch.float32, (3, 8), (4, 8), (4, 8), (2, 8))
@@ -153,6 +152,7 @@ def test_products_that_inductor_adds_by_itself() -> None:
     assert not any("addmm" in code for code in codes)
 
 
+@pytest.mark.usefixtures("no_cpp")
 def test_beside_a_pass_of_the_users() -> None:
     seen: list[int] = []
 

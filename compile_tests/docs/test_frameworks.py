@@ -83,6 +83,7 @@ def titan_loss(half: nn.Module) -> Tensor:
     return half(HIDDEN).square().sum()
 
 
+@pytest.mark.usefixtures("no_cpp")
 def test_torchtitan_compiles_with_the_backend() -> None:
     half = FeedForward(titan_config())
     plain = step(half, titan_loss)

@@ -12,12 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import llmk.compiler  # noqa: F401 offers the backend
 from compile_tests.helpers.fuzz_program import Line, Program
+from compile_tests.helpers.without_cpp import WITHOUT_CPP
 
 Fn = Callable[..., Any]
 Way = Callable[[Fn], Fn]
-AS_EAGER: dict[str, Any] = {"fallback_random": True} | (
-    {"fallback_by_default": True} if "fallback_by_default" in torch._inductor.list_options() else {}
-)
+AS_EAGER: dict[str, Any] = {"fallback_random": True} | WITHOUT_CPP
 """Inductor draws as eager mode does and compiles no C++, where it has these settings."""
 
 

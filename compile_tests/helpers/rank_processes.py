@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from compile_tests.helpers.without_cpp import write_no_cpp
+
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = [
     "torch.distributed.tensor",
     "torch._inductor.compile_fx",
-    "compile_tests.helpers.vector_isa",
     "llmk",
     "transformers.models.llama.modeling_llama",
     "pytest",
@@ -69,6 +70,8 @@ def _check(rank: int, checks: Checks, world: int, folder: Path, device_type: str
     # AOTAutograd's cache takes DTensors for equal whose local sizes differ: a rank would be given another's graph.
     torch._functorch.config.enable_autograd_cache = False
     on_gpu = device_type == "cuda"
+    if not on_gpu:
+        write_no_cpp()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

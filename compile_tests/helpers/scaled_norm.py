@@ -2,7 +2,6 @@
 
 import os
 import sys
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +9,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import llmk.compiler  # noqa: F401 offers the backend
-
-CACHED_ONLY: dict[str, Any] = (
-    {"fallback_by_default": True} if "fallback_by_default" in torch._inductor.list_options() else {}
-)
-"""No C++ is compiled, where Inductor has this: what is tested is the key of its cache."""
+from compile_tests.helpers.without_cpp import WITHOUT_CPP
 
 if __name__ == "__main__":
     scale, os.environ["TORCHINDUCTOR_CACHE_DIR"] = float(sys.argv[1]), sys.argv[2]
@@ -25,7 +20,7 @@ if __name__ == "__main__":
         return y
 
     x, w = torch.ones(2, 4), torch.ones(4, requires_grad=True)
-    y = torch.compile(fn, backend="llmk", options=CACHED_ONLY)(x, w)
+    y = torch.compile(fn, backend="llmk", options=WITHOUT_CPP)(x, w)
     y.sum().backward()
     counted = counters["aot_autograd"]
     row, hits, misses = y[0].tolist(), counted["autograd_cache_hit"], counted["autograd_cache_miss"]

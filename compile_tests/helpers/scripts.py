@@ -1,7 +1,7 @@
 """Python files run as `python FILE ARGUMENTS` runs them, in processes forked from a server with their imports.
 
-A fork has the server's modules, so an import that a file lacks may go unseen: `tools.installed` and `make train` start
-fresh ones.
+A fork has the server's modules, so an import that a file lacks may go unseen, and Inductor compiles no C++:
+`tools.installed` and `make train` start fresh ones.
 """
 
 import os
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from compile_tests.helpers.rank_processes import ROOT, server
+from compile_tests.helpers.without_cpp import write_no_cpp
 
 
 def run_script(file: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -34,6 +35,7 @@ def _run(words: list[str], out: Path, err: Path) -> None:
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
     os.chdir(ROOT)
     torch.set_num_threads(1)
+    write_no_cpp()
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")

@@ -17,12 +17,13 @@ SHAPES = [[3, 4, 2, 5], [9, 8, 1, 2, 3, 4], [2, 2, 0, 1], [1, 0, 3, 4, 5, 6, 7, 
 """Lengths of sequences, of five batches."""
 
 
+@pytest.mark.usefixtures("no_cpp")
 @pytest.mark.parametrize(
     "name", some_of(LOSSES, ("sft", "dpo", "kto", "gspo", "ppo", "distill_both_kinds", "distill_topk"))
 )
 def test_one_graph_for_all_sizes(device: torch.device, name: str) -> None:
     torch._dynamo.reset()
-    # One that is compiled to the end; the others are only traced, forward and backward.
+    # One through Inductor; the others are only traced, forward and backward.
     counter = CompileCounterWithBackend("inductor" if name == "kto" else "aot_eager")
     fn = LOSSES[name][0]
     compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend=counter)

@@ -62,6 +62,7 @@ def test_values_and_gradients(dtype: torch.dtype, entropy: bool, device: torch.d
         require_accurate(op, sample, call(op, sample, fn=function(entropy)))
 
 
+@pytest.mark.usefixtures("no_cpp")
 @pytest.mark.parametrize("entropy", [False, True])
 def test_compiled(entropy: bool, device: torch.device) -> None:
     op = OPERATOR if entropy else LOGPROBS_ALONE

@@ -37,7 +37,6 @@ def test_samples(name: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.kernels
 def test_samples_cover_the_edges(name: str, device: torch.device) -> None:
     """No rows, one element somewhere, a size that is no power of two, and strides that are not the plain ones."""
     samples = list(OPS[name].samples(device, torch.float32))

@@ -238,7 +238,6 @@ KERNELS = {
     "rope": ["rope_kernel"],
     "qk_norm_rope": ["qk_norm_rope_kernel"],
     "swiglu": ["gated_unit_kernel"],
-    "geglu": ["gated_unit_kernel"],
     "relu_squared": ["relu_squared_kernel"],
     "cross_entropy": ["cross_entropy_short_kernel", "mean_of_rows_kernel"],
 }
@@ -248,7 +247,6 @@ BACKWARD_KERNELS = {
     "rope": ["rope_kernel"],
     "qk_norm_rope": ["qk_norm_rope_backward_kernel", "sum_two_partials_kernel"],
     "swiglu": ["gated_unit_backward_kernel"],
-    "geglu": ["gated_unit_backward_kernel"],
     "relu_squared": ["relu_squared_backward_kernel"],
     "fused_linear_ce": ["scale_kernel", "scale_kernel"],
     "cross_entropy": ["cross_entropy_short_backward_kernel"],
@@ -276,7 +274,7 @@ def fused_in(code: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["all kernel"] + [f"{op} kernel" for op in ("qk_norm_rope", "geglu", "relu_squared", "cross_entropy")]
+    "name", ["all kernel"] + [f"{op} kernel" for op in ("qk_norm_rope", "relu_squared", "cross_entropy")]
 )
 def test_a_decoder_layer_launches_kernels_and_copies_nothing(name: str) -> None:
     variant = DECODER_LAYERS[name]

@@ -95,6 +95,7 @@ def test_a_caller_differentiates(path: None, op: Any) -> None:
     assert weight.grad is None
 
 
+@pytest.mark.usefixtures("no_cpp")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("op", [INLINED, OPAQUE], ids=["inlined", "opaque"])
 def test_compiled(op: Any, backend: str) -> None:

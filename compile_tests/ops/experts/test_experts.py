@@ -105,6 +105,7 @@ def test_parts_make_the_whole() -> None:
     torch.testing.assert_close(y, experts())
 
 
+@pytest.mark.usefixtures("no_cpp")
 @pytest.mark.kernels
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_bias_is_added_before_the_result_is_rounded(compiled: bool, device: torch.device) -> None:
@@ -128,6 +129,7 @@ def test_a_bias_is_added_before_the_result_is_rounded(compiled: bool, device: to
     assert not bool(y[5].any())
 
 
+@pytest.mark.usefixtures("no_cpp")
 @pytest.mark.kernels
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_a_limit_cuts_has_no_gradient_even_of_an_infinite_one(compiled: bool, device: torch.device) -> None:
@@ -145,6 +147,7 @@ def test_what_a_limit_cuts_has_no_gradient_even_of_an_infinite_one(compiled: boo
         assert not bool(gradient.any()), gradient
 
 
+@pytest.mark.usefixtures("no_cpp")
 @pytest.mark.kernels
 @pytest.mark.parametrize("compiled", [False, True])
 def test_ups_that_the_limit_cut_have_no_gradient_beside_an_infinite_gate(compiled: bool, device: torch.device) -> None:

@@ -31,6 +31,7 @@ def behind_a_leader(gap: float, device: torch.device) -> tuple[Tensor, Tensor]:
     return logits, bias
 
 
+@pytest.mark.usefixtures("no_cpp")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("gap", [0.0, 20.0, 40.0, 44.0, 46.0, 50.0, 70.0])
@@ -57,6 +58,7 @@ def test_gradients_behind_a_leader(gap: float, scoring: str, compiled: bool, dev
             )
 
 
+@pytest.mark.usefixtures("no_cpp")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_logits_decide_between_equal_scores(scoring: str, compiled: bool, device: torch.device) -> None:

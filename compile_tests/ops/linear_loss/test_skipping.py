@@ -232,6 +232,7 @@ def test_a_group_that_no_chunk_holds_is_skipped_over_the_batch(
     assert ends == [min(max(total - start, 0), min(2, G * group - start)) for start in starts]
 
 
+@pytest.mark.usefixtures("no_cpp")
 @pytest.mark.parametrize("dynamic", [False, True])
 @groups
 def test_compiled_groups(

@@ -87,6 +87,7 @@ def test_skipped_tokens_change_nothing(name: str, counted: int) -> None:
     assert not dx[counted:].any()
 
 
+@pytest.mark.usefixtures("no_cpp")
 def test_compiled_for_any_number_of_tokens() -> None:
     def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
         logprobs, entropy = linear_logprobs(2 * x, w, target)

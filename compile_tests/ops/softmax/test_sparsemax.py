@@ -88,6 +88,7 @@ def test_a_place_that_leaves_and_comes_back(row: list[str], width: int, device: 
     torch.testing.assert_close(x.grad, expected)
 
 
+@pytest.mark.usefixtures("no_cpp")
 @pytest.mark.parametrize("shape", [(3, 0), (0, 3), (0,)])
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
