@@ -63,6 +63,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (losses.distill_topk, {**TOKENS, "teacher_ids": IDS, "teacher_logprobs": TOP}),
     (losses.draft, {**TOKENS, **ONE_TEACHER, "vocab_map": torch.arange(V), "token_weights": LOGPS.exp()}),
     (losses.info_nce, {"query": X[0], "key": X[1], "negatives": X[2], "temperature": torch.tensor(0.5)}),
+    (losses.late_interaction, {"query": X, "document": X, "query_mask": T != -100, "temperature": torch.tensor(0.5)}),
 ]
 IDENTIFIERS = [f"{fn.__name__}-{i}" for i, (fn, _) in enumerate(CALLS)]
 

@@ -3,11 +3,11 @@
 Each takes `(input [B, S, H], linear_weight [V, H], target [B, S], ...)`, already shifted, and returns the loss and a
 dict of detached metrics. They call `fused_linear_preference`, `fused_linear_policy`, `fused_linear_jsd`,
 `fused_linear_ce` and, if gradients can only be computed in the backward pass, `linear_logprobs` of `llmk.functional`.
-`info_nce` takes two sets of embeddings instead, and calls the operator of its name. `router_balance` and `router_z`
-take the sums of `router_topk_sums`.
+`info_nce` takes two sets of embeddings instead, and calls the operator of its name; `late_interaction` takes those of
+tokens, and calls `maxsim`. `router_balance` and `router_z` take the sums of `router_topk_sums`.
 """
 
-from llmk.losses.contrastive import info_nce
+from llmk.losses.contrastive import info_nce, late_interaction
 from llmk.losses.cpo import cpo, orpo, simpo
 from llmk.losses.distillation import distill, distill_topk
 from llmk.losses.dpo import dpo
@@ -29,6 +29,7 @@ __all__ = [
     "grpo",
     "info_nce",
     "kto",
+    "late_interaction",
     "multi_token",
     "orpo",
     "ppo",

@@ -19,6 +19,7 @@ The backward pass needs no product. Rows gather the tokens that won. For tokens 
 and each token adds up its own in that order: no atomics, and the same inputs give the same bits.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,8 +53,8 @@ class Sequences:
     def of(cls, name: str, tokens: Tensor, mask: Tensor | None, offsets: Tensor | None) -> "Sequences":
         if offsets is not None:
             return cls(name, tokens.contiguous(), offsets.shape[0], 0, offsets)
-        flat = None if mask is None else mask.reshape(-1).contiguous()
-        return cls(name, tokens.reshape(-1, tokens.shape[-1]).contiguous(), *tokens.shape[:2], None, flat)
+        flat, (count, length, D) = None if mask is None else mask.reshape(-1).contiguous(), tokens.shape
+        return cls(name, tokens.reshape(-1, D).contiguous(), count, length, None, flat)
 
     @cached_property
     def ends_in_range(self) -> Tensor | None:
@@ -71,7 +72,7 @@ def check_sequences(name: str, tokens: Tensor, mask: Tensor | None, offsets: Ten
     """Tokens `[N, L, D]`, with a mask or none, or `[T, D]` with offsets."""
     check_dtype(name, tokens)
     layout, dims = ("[N, L, D]", 3) if offsets is None else (f"[T, D] with {name}_offsets", 2)
-    if tokens.dim() != dims or tokens.shape[-1] == 0 or tokens.shape[:-1].numel() >= NO_TOKEN.value:
+    if tokens.dim() != dims or tokens.shape[-1] == 0 or math.prod(tokens.shape[:-1]) >= NO_TOKEN.value:
         raise ValueError(f"{name}: expected shape {layout}, D at least 1, got {tuple(tokens.shape)}")
     if offsets is not None:
         check_dtype(f"{name}_offsets", offsets, (torch.int32,))
@@ -121,7 +122,6 @@ def maxima_kernel(
     PAIRWISE: tl.constexpr, WHOLE: tl.constexpr, EVEN_D: tl.constexpr, WIDEN: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    OUTER_STAGES: tl.constexpr = NUM_STAGES if WHOLE else 1
     sequence = tl.program_id(0)
     begin, end = _span(token_ends_ptr, tl.minimum(sequence, N), token_length, sequence < N)
     first_row, last_row, place = tl.zeros((), dtype=tl.int64), tl.cast(T, tl.int64), sequence.to(tl.int64)
@@ -140,7 +140,7 @@ def maxima_kernel(
                 r = r.to(tl.float32)
         best = tl.full((BLOCK_T, BLOCK_S), -float("inf"), dtype=tl.float32)
         origin = tl.full((BLOCK_T, BLOCK_S), -1, dtype=tl.int32)
-        for start in tl.range(begin, end, BLOCK_S, num_stages=OUTER_STAGES):
+        for start in tl.range(begin, end, BLOCK_S, num_stages=NUM_STAGES):
             tokens = start + cols
             live = tokens < end
             if WHOLE:

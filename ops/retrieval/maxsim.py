@@ -18,6 +18,7 @@ What is kept is w, 4 bytes for each token of a query and each document: N * T * 
 tokens, which are never in memory, take N * T * L * 2 in bfloat16. `_maxima.py` has the kernels.
 """
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -110,7 +111,7 @@ def _(query, document, query_offsets, document_offsets, pairwise):
     Q, N = count_of(query, query_offsets), count_of(document, document_offsets)
     R = N // Q if pairwise else N
     scores = query.new_empty((Q, R), dtype=torch.float32)
-    return scores, query.new_empty((R, query.shape[:-1].numel()), dtype=torch.int32)
+    return scores, query.new_empty((R, math.prod(query.shape[:-1])), dtype=torch.int32)
 
 
 @maxsim_fwd.register_flop_formula
