@@ -12,9 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from llmk.nn import LinearLogProbs
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss._records import Make, linear_reference
-from llmk.ops.linear_loss.kernels import MOST_SUPPORT
 from llmk.ops.linear_loss.rows import engine
-from llmk.ops.linear_loss.rows.support import Support
+from llmk.ops.linear_loss.rows.support import MOST_SUPPORT, Support
 from llmk.registry import OPS, Op, Sample
 from llmk.registry.devices import INTERPRET
 

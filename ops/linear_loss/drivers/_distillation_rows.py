@@ -4,8 +4,8 @@ A block of rows has the student's logits, one teacher's at a time and, where the
 of the gradients for those that are done. The last one's is added to that and rounded where it is multiplied.
 
 Teachers that are known by the log-probabilities of some classes of each token, their top-k, have no logits. Their
-divergences are functions of the student's log-probabilities of these classes, which one pass over a block's logits
-gives for all of them, and another writes the gradient for all of them where the sum begins.
+divergences are functions of the student's log-probabilities of these classes, which the student's softmax gives, and
+one pass writes the gradient for all of them where the sum begins.
 
 A teacher whose classes are some of the student's, in any order, has a map of these. It is compared with the student's
 softmax over the classes that it has: their logits are gathered, and the gradient is added to that of their columns. The
@@ -18,13 +18,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.drivers._rows_call import NOT_IGNORED
+from llmk.ops.linear_loss.drivers._rows_call import NOT_IGNORED, check_classes
 from llmk.ops.linear_loss.drivers._tails import Tails
 from llmk.ops.linear_loss.drivers.distillation_call import DistillationCall, TopkTeachers
-from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
+from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, Softmaxes
+from llmk.ops.linear_loss.rows._classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.logits import LogitRows, scaled
 from llmk.ops.linear_loss.rows.projection import Gradients
+from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import gradient_of
+
+
+@dataclass(frozen=True)
+class ClassLogprobs:
+    """Some classes of a block's rows, and their log-probabilities in the student's softmax."""
+
+    classes: Classes
+    stats: Tensor  # [2, M], the largest logits and the sums of exponentials, of all ranks
+    logprobs: Tensor  # [M, K], 0 of a class that does not count
+
+    @classmethod
+    def of(
+        cls, call: DistillationCall, z: Tensor, rank: Tensor, ids: Tensor, transform: Transform, ignore_index: int
+    ) -> "ClassLogprobs":  # fmt: skip
+        """Compute them from logits `[M, V]`, this rank's statistics of these `[2, M]`, and ids `[M, K]`."""
+        (M, V), numbering = z.shape, Numbering(ignore_index, call.first_class, call.num_classes)
+
+        def logits(columns: Tensor) -> Tensor:
+            return z.gather(1, columns.clamp(min=0).long()) if V > 0 else z.new_zeros(columns.shape)
+
+        first = transform if call.shard is None else None  # what other ranks have comes before the transform
+        classes = Classes.located(ids, numbering, V, logits, first).of_ranks(call.shard, transform)
+        m_r, s_r = call.gather_ranks(rank).view(call.ranks, 2, M).unbind(1)
+        m = m_r.amax(0)
+        s = (s_r * (m_r - m.masked_fill(m == float("-inf"), 0.0)).exp()).sum(0)
+        logprobs = (classes.y - m.unsqueeze(-1)) - s.log().unsqueeze(-1)
+        return cls(classes, torch.stack((m, s)), logprobs.masked_fill(~classes.counts, 0.0))
 
 
 @dataclass(frozen=True)
@@ -65,7 +94,7 @@ class DivergenceRows:
         buffer = widest.buffer(widest.plan.block_rows if teachers else 0)
         order = sorted(range(D), key=lambda i: maps[i] is None)  # those with a map first: the last writes all columns
         has_maps, has_plain = any(ids is not None for ids in maps), any(ids is None for ids in maps)
-        totals = student.buffer(student.plan.block_rows if wanted and call.adds_gradients else 0)
+        totals = student.buffer(student.plan.block_rows if wanted and call.adds_gradients else 0, more=1)
         divergences, logprobs = [], [self.counts.new_zeros((1,))]
         for block, end, z, dz in student.blocks(gradients, self.counts, scale):
             assert z is not None
@@ -74,14 +103,17 @@ class DivergenceRows:
             if ce_grads is not None:
                 logprob, ce = self._cross_entropy_term(z, block, ce_grads)
                 logprobs.append(logprob)
-            losses, total = [counts] * D, totals[: z.shape[0]]
+            losses, wide = [counts] * D, totals[: z.shape[0]]  # a column more takes what belongs nowhere
+            total, plain = wide[:, :-1], None
             if wants_block and (has_maps or topk is not None):
                 before = total
-            if topk is not None:  # whose gradient begins the sum
-                losses.extend(self._topk_divergences(topk, z, block, loss_grads[D:, block], before))
+            if has_plain or topk is not None:
+                plain = impl.divergence.statistics(z, counts, call.temperature, call.softcap)
+            if topk is not None and plain is not None:  # whose gradient begins the sum
+                grads = loss_grads[D:, block]
+                losses.extend(self._topk_divergences(topk, z, block, plain, grads, wide if wants_block else None))
             elif before is not None:
                 before.zero_()
-            plain = impl.divergence.statistics(z, counts, call.temperature, call.softcap) if has_plain else None
             for i in order:
                 ids, softmaxes = maps[i], call.softmaxes(call.teachers[i])
                 x, w = z if ids is None else z.index_select(1, ids), teachers[i].logits(block, end, buffer)
@@ -98,29 +130,49 @@ class DivergenceRows:
                         ce, before = None, out
             divergences.append(torch.stack(losses))
             if wants_block and not has_plain:
-                self._finish(z, ce, total, dz)
+                if ce is not None:
+                    self._add_cross_entropy(z, block, ce, wide)
+                dz.copy_(total)
             if wants_block and sizes is not None:
                 sizes.append(torch.linalg.vector_norm(dz, float("inf"), dtype=torch.float32))
         return torch.cat(divergences, 1), -torch.cat(logprobs).sum()
 
     def _topk_divergences(
-        self, topk: TopkTeachers, z: Tensor, block: slice, loss_grads: Tensor, out: Tensor | None
+        self, topk: TopkTeachers, z: Tensor, block: slice, rank: Tensor, loss_grads: Tensor, out: Tensor | None
     ) -> Tensor:
         """Return the divergences from top-k teachers, and write the gradient of all to `out`, given that of each."""
-        impl, call = self.impl, self.call
-        transform, ids = self._transform(call.temperature, NOT_IGNORED), topk.ids[block]
-        rank = impl.logprobs.statistics(z, ids, transform)
-        logprobs, stats = impl.logprobs.combine(call.gather_ranks(rank), ids, transform)
-        tails = Tails.of(call, topk, z, ids, logprobs, stats) if topk.add_tail else None
+        ids, transform = topk.ids[block], self._transform(self.call.temperature)
+        found = ClassLogprobs.of(self.call, z, rank, ids, transform, NOT_IGNORED)
+        logprobs = found.logprobs
+        tails = Tails.of(self.call, topk, z, ids, logprobs, found.stats) if topk.add_tail else None
         given = [logprobs] if tails is None else [logprobs, tails.logprobs]
         if out is not None:
             _, grads = gradient_of(lambda *given: (topk.losses(block, *given) * loss_grads).sum(), *given)
             assert grads[0] is not None
-            impl.logprobs.gradients(grads[0], z, ids, stats, out, transform)
+            self._add_gradient(found, grads[0], z, block, out, transform, topk.sizes)
             if tails is not None:
                 assert grads[1] is not None
-                tails.add_gradients(grads[1], out)
+                tails.add_gradients(grads[1], out[:, :-1])
         return topk.losses(block, *given)
+
+    def _add_gradient(
+        self, found: ClassLogprobs, grads: Tensor, z: Tensor, block: slice, out: Tensor, transform: Transform,
+        sizes: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Write the gradient of logits to `out [M, V + 1]`, given that of log-probabilities, or add it.
+
+        With `sizes` it is written, and no class is twice among so many; without, each row has one class.
+        """
+        V, classes = z.shape[1], found.classes
+        grads = grads.masked_fill(~classes.counts, 0.0)
+        self.impl.divergence.softmax_gradient(
+            z, self.counts[block], -grads.sum(-1), found.stats, out[:, :V], transform, sizes is None
+        )
+        entries = grads * (transform.factor if classes.slopes is None else classes.slopes)
+        at = classes.columns.long().masked_fill(classes.columns < 0, V)
+        sizes = [1] if sizes is None else sizes
+        for columns, entry in zip(at.split(sizes, -1), entries.split(sizes, -1), strict=True):
+            out.scatter_(1, columns, out.gather(1, columns) + entry)
 
     def _divergences(
         self, z: Tensor, w: Tensor, counts: Tensor, student: Tensor | None, softmaxes: Softmaxes
@@ -148,31 +200,24 @@ class DivergenceRows:
             rest = gathered(impl.divergence.sums(z, w, counts, stats, shift, softmaxes), 2).sum(0)[1]
         return loss, stats, torch.stack((loss, shift, rest))
 
-    def _finish(self, z: Tensor, ce: CrossEntropyTerm | None, total: Tensor, dz: Tensor) -> None:
-        """Write the gradient of a block no teacher of which writes all columns, with the term of the cross entropy."""
-        if ce is not None:
-            term, target = torch.empty(z.shape, dtype=torch.float32, device=z.device), ce.target.unsqueeze(-1)
-            transform = self._transform(1.0, self.call.ignore_index)
-            self.impl.logprobs.gradients(-ce.grad.unsqueeze(-1), z, target, ce.stats, term, transform)
-            total.add_(term)
-        dz.copy_(total)
+    def _add_cross_entropy(self, z: Tensor, block: slice, ce: CrossEntropyTerm, out: Tensor) -> None:
+        """Add the gradient of the cross entropy to that of a block no teacher of which writes all columns."""
+        transform = self._transform(1.0)
+        found = self._labels(z, block, transform)
+        self._add_gradient(found, -ce.grad.unsqueeze(-1), z, block, out, transform)
 
-    def _cross_entropy_term(self, logits: Tensor, block: slice, grads: Tensor) -> tuple[Tensor, CrossEntropyTerm]:
+    def _cross_entropy_term(self, z: Tensor, block: slice, grads: Tensor) -> tuple[Tensor, CrossEntropyTerm]:
         """Return the labels' log-probabilities at temperature 1, and the term of the logits' gradient."""
-        impl, call = self.impl, self.call
-        assert call.labels is not None
-        transform = self._transform(1.0, call.ignore_index)
-        target = call.labels.reshape(-1)[block].contiguous()
-        rank = impl.logprobs.statistics(logits, target.unsqueeze(-1), transform)
-        logprobs, stats = impl.logprobs.combine(call.gather_ranks(rank), target.unsqueeze(-1), transform)
-        return logprobs.view(-1), CrossEntropyTerm(target, call.first_class, grads[block], stats)
+        found = self._labels(z, block, self._transform(1.0))
+        target = found.classes.ids.view(-1)
+        return found.logprobs.view(-1), CrossEntropyTerm(target, self.call.first_class, grads[block], found.stats)
 
-    def _transform(self, temperature: float, ignore_index: int) -> LogitTransform:
-        return LogitTransform(
-            ignore_index=ignore_index,
-            scale=1.0,
-            softcap=self.call.softcap,
-            temperature=temperature,
-            first_class=self.call.first_class,
-            num_classes=self.call.num_classes,
-        )
+    def _labels(self, z: Tensor, block: slice, transform: Transform) -> ClassLogprobs:
+        assert self.call.labels is not None
+        target = self.call.labels.reshape(-1, 1)[block]
+        check_classes(self.impl, target, self.call)
+        rank = self.impl.divergence.statistics(z, self.counts[block], 1.0, self.call.softcap)
+        return ClassLogprobs.of(self.call, z, rank, target, transform, self.call.ignore_index)
+
+    def _transform(self, temperature: float) -> Transform:
+        return Transform(1.0, 1.0 / temperature, self.call.softcap)

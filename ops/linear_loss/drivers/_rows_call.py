@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,16 @@ NOT_IGNORED = -1
 """An index to ignore that no class has."""
 PADDING_ELEMENTS = 2
 """Elements of `kept_buffer` past the exponentials."""
+
+
+class HasClasses(Protocol):
+    """A call that says which ids are classes."""
+
+    @property
+    def num_classes(self) -> int: ...
+
+    @property
+    def ignore_index(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +107,7 @@ def gradients_of(
     return Gradients(rows.projection, rows.compacted, need, dtypes, rows.plan.rounded_sums)
 
 
-def check_classes(impl: Implementation, classes: Tensor, call: RowsCall) -> None:
+def check_classes(impl: Implementation, classes: Tensor, call: "HasClasses") -> None:
     """Check on the host that classes are classes or are to be ignored; a fake tensor's are not known.
 
     Raises:

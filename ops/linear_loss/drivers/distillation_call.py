@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, LinearCall
-from llmk.ops.linear_loss.kernels import MOST_SUPPORT, Implementation, Softmaxes
+from llmk.ops.linear_loss.kernels import Implementation, Softmaxes
 from llmk.ops.linear_loss.rows.logits import LogitRows, largest
 from llmk.ops.linear_loss.rows.products import Weights
 from llmk.ops.linear_loss.rows.projection import projection_of
 from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.ops.loss.divergence_math import Mixture
 
-MOST_CLASSES = MOST_SUPPORT
-"""The most classes of a token that all top-k teachers have, which one program holds and compares with each other."""
+MOST_CLASSES = 1024
+"""The most classes of a token that all top-k teachers have."""
 TEACHER = ["teacher_input", "teacher_linear_weight", "teacher_linear_bias"]
 
 

@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
-from llmk.ops.linear_loss.kernels import _contrastive, _divergence, _logprobs, _topk
+from llmk.ops.linear_loss.kernels import _contrastive, _divergence, _topk
 from llmk.ops.linear_loss.kernels._contrastive import ContrastiveFunctions, LossGradients, Products, Similarities
 from llmk.ops.linear_loss.kernels._divergence import CrossEntropyTerm, DivergenceFunctions, Softmaxes
-from llmk.ops.linear_loss.kernels._logprobs import MOST_SUPPORT, STATISTICS, LogitTransform, LogprobFunctions
 from llmk.ops.linear_loss.kernels._topk import MAX_K, Candidates, TopkFunctions
 from llmk.ops.loss import cross_entropy_cpu, cross_entropy_kernels
 from llmk.ops.loss.cross_entropy_options import RowLoss
@@ -13,13 +12,10 @@ from llmk.ops.loss.cross_entropy_options import RowLoss
 __all__ = [
     "KERNELS",
     "MAX_K",
-    "MOST_SUPPORT",
     "PYTORCH",
-    "STATISTICS",
     "Candidates",
     "CrossEntropyTerm",
     "Implementation",
-    "LogitTransform",
     "LossGradients",
     "Products",
     "Similarities",
@@ -32,7 +28,6 @@ class Implementation(NamedTuple):
 
     on_host: bool  # the host can read a tensor without synchronizing
     cross_entropy: RowLoss
-    logprobs: LogprobFunctions
     divergence: DivergenceFunctions
     topk: TopkFunctions
     contrastive: ContrastiveFunctions
@@ -41,7 +36,6 @@ class Implementation(NamedTuple):
 KERNELS = Implementation(
     False,
     cross_entropy_kernels.KERNELS,
-    _logprobs.KERNELS,
     _divergence.KERNELS,
     _topk.KERNELS,
     _contrastive.KERNELS,
@@ -49,7 +43,6 @@ KERNELS = Implementation(
 PYTORCH = Implementation(
     True,
     cross_entropy_cpu.CPU,
-    _logprobs.PYTORCH,
     _divergence.PYTORCH,
     _topk.PYTORCH,
     _contrastive.PYTORCH,

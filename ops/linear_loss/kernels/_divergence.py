@@ -1,5 +1,8 @@
 r"""The divergence of rows of a student's logits and a teacher's, and the gradient of the student's: the kernels.
 
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867, for
+the first pass over a row.
+
 With z the student's logits of a row and w the teacher's, each of which becomes y = cap(logits) / temperature with a cap
 and a temperature of its own:
 
@@ -18,6 +21,9 @@ With a cross entropy of the student besides, of targets t and at temperature 1, 
 
     dz_j = ... + h * (exp(u_j - m) / s - [j = t]) * (1 - tanh(z_j / c)^2)
 
+That of log-probabilities of some classes is such a term too: of all classes -p_j G, with G the sum of the classes'
+gradients, and for each class its own more.
+
 The gradient for several teachers is a sum: the pass of each but the first adds to that of the one before, in float32.
 
 Between the passes vocabulary-parallel ranks gather four numbers of a row, then two, then two. A row that does not
@@ -31,8 +37,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, cap_cpu, cap_slope, cap_slope_cpu
-from llmk.ops.linear_loss.kernels._logprobs import COLUMNS, logit_transform, maximum_and_sum
+from llmk.ops.common.math import LOG2E, cap, cap_cpu, cap_slope, cap_slope_cpu
+from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu, exp_of
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
@@ -55,6 +61,56 @@ class CrossEntropyTerm(NamedTuple):
     first_class: int  # the class of the first column
     grad: Tensor  # [M]
     stats: Tensor  # [2, M], the maximum and the sum
+
+
+COLUMNS = tl.constexpr(8)
+"""Consecutive columns that one thread reads and reduces by itself: threads synchronize once a row, not once a block."""
+
+
+@jit
+def thread_columns(BLOCK_V: tl.constexpr):
+    """Return the columns of a block, `[BLOCK_V / COLUMNS, COLUMNS]`."""
+    return tl.arange(0, BLOCK_V // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@jit
+def logit_transform(z, inner, outer, softcap):
+    """Return outer * cap(inner * z) and the cap alone, in float32; a softcap of None is off."""
+    u = z.to(tl.float32) * inner
+    if softcap is not None:
+        u = cap(u, softcap, z.dtype == tl.float32)
+    return u * outer, u
+
+
+@jit
+def _add_block(m, s, z, mask, inner, outer, softcap, MASKED: tl.constexpr):
+    """Update each thread's maximum and sum; threads synchronize once a row."""
+    y, _ = logit_transform(z, inner, outer, softcap)
+    if MASKED:
+        y = tl.where(mask, y, float("-inf"))
+    new_m = tl.maximum(m, tl.max(y, axis=1))
+    # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
+    base = tl.where(new_m == float("-inf"), 0.0, new_m)
+    return new_m, s * tl.exp2((m - base) * LOG2E) + tl.sum(tl.exp2((y - base[:, None]) * LOG2E), axis=1)
+
+
+@jit
+def maximum_and_sum(z_ptr, end, inner, outer, softcap, BLOCK_V: tl.constexpr):
+    """Return the maximum of a row's first `end` transformed logits, and the sum of exp(y - m)."""
+    m = tl.full((BLOCK_V // COLUMNS,), float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
+    cols = thread_columns(BLOCK_V)
+    whole = end // BLOCK_V * BLOCK_V
+    for start in range(0, whole, BLOCK_V):  # a mask whose end is no multiple of 16 prevents vectorized loads
+        m, s = _add_block(m, s, tl.load(z_ptr + start + cols), None, inner, outer, softcap, False)
+    for start in range(whole, end, BLOCK_V):  # once, or not at all
+        mask = start + cols < end
+        z = tl.load(z_ptr + start + cols, mask=mask, other=0.0)
+        m, s = _add_block(m, s, z, mask, inner, outer, softcap, True)
+    row_m = tl.max(m, axis=0)
+    # Threads that have seen nothing finite have sums of 0.
+    base = tl.where(row_m == float("-inf"), 0.0, row_m)
+    return row_m, tl.sum(s * tl.exp2((m - base) * LOG2E), axis=0)
 
 
 @jit
@@ -144,6 +200,31 @@ def divergence_gradient_kernel(
     tl.store(dz_ptr + row * dz_stride + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
 
 
+@jit
+def softmax_gradient_kernel(
+    z_ptr, count_ptr, grad_ptr, stats_ptr, out_ptr, M, V, z_stride, out_stride, outer, softcap,
+    ADD: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Write the softmax of a row times a number, through the transform to its logits, or add it to what is there."""
+    outer = tl.cast(outer, tl.float32)
+    program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)
+    row, block = (program // blocks).to(tl.int64), program % blocks
+    cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = cols < V
+    read = cols < tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
+    z = tl.load(z_ptr + row * z_stride + cols, mask=read, other=0.0)
+    y, _ = logit_transform(z, 1.0, outer, softcap)
+    factor = (outer / tl.load(stats_ptr + M + row)) * tl.load(grad_ptr + row)
+    dz = tl.exp2((y - tl.load(stats_ptr + row)) * LOG2E) * factor
+    if softcap is not None:
+        dz *= cap_slope(z, softcap)
+    dz = tl.where(read, dz, 0.0)
+    out_ptrs = out_ptr + row * out_stride + cols
+    if ADD:
+        dz += tl.load(out_ptrs, mask=mask, other=0.0)
+    tl.store(out_ptrs, dz, mask=mask)
+
+
 def _block(V: int) -> dict[str, int]:
     # A guess after the row kernels of cross entropy, with half the columns of two tensors.
     if V <= 8192:
@@ -195,6 +276,17 @@ def gradients(
     )  # fmt: skip
 
 
+def softmax_gradient(
+    z: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, out: Tensor, transform: Transform, add: bool
+) -> None:  # fmt: skip
+    """Write softmaxes times numbers `[M]`, as gradients of logits `[M, V]`, to a float32 `out`, or add them to it."""
+    (M, V), block = z.shape, _block(z.shape[1])
+    wrap_triton(softmax_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
+        z, counts, grad, stats, out, M, V, z.stride(0), out.stride(0), transform.outer, transform.softcap or None,
+        ADD=add, **block,
+    )  # fmt: skip
+
+
 def _transform_cpu(z: Tensor, softcap: float, temperature: float) -> tuple[Tensor, Tensor]:
     u = cap_cpu(z.float(), softcap) if softcap else z.float()
     return u / temperature, u
@@ -208,7 +300,9 @@ def statistics_cpu(z: Tensor, counts: Tensor, temperature: float, softcap: float
         return nothing
     y, _ = _transform_cpu(z, softcap, temperature)
     m = y.amax(-1)
-    return torch.stack((m, (y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)).exp_().sum(-1)))
+    e = (y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)).exp_()
+    # In float32 a sum of small terms, one after the other, rounds the largest one's 1 in one direction.
+    return torch.stack((m, e.sum(-1, dtype=torch.float64).float()))
 
 
 def _terms_cpu(z: Tensor, w: Tensor, stats: Tensor, softmaxes: Softmaxes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -248,6 +342,16 @@ def gradients_cpu(
     dz.copy_(dy if prior is None else dy.add_(prior))
 
 
+def softmax_gradient_cpu(
+    z: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, out: Tensor, transform: Transform, add: bool
+) -> None:  # fmt: skip
+    """`softmax_gradient` in plain PyTorch."""
+    (y, slope), (m, s) = transform(z), stats.unsqueeze(-1).unbind()
+    dz = (y - m).exp_().div_(s).mul_(grad.unsqueeze(-1)).mul_(transform.factor if slope is None else slope)
+    dz.masked_fill_(counts.unsqueeze(-1) == 0, 0.0)  # also NaN in a row that does not count
+    out.copy_(out + dz if add else dz)
+
+
 class DivergenceFunctions(NamedTuple):
     """The passes over a chunk of both models' logits."""
 
@@ -257,7 +361,8 @@ class DivergenceFunctions(NamedTuple):
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, CrossEntropyTerm | None, Tensor | None, Tensor, Softmaxes],
         None,
     ]
+    softmax_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Transform, bool], None]
 
 
-KERNELS = DivergenceFunctions(statistics, sums, gradients)
-PYTORCH = DivergenceFunctions(statistics_cpu, sums_cpu, gradients_cpu)
+KERNELS = DivergenceFunctions(statistics, sums, gradients, softmax_gradient)
+PYTORCH = DivergenceFunctions(statistics_cpu, sums_cpu, gradients_cpu, softmax_gradient_cpu)

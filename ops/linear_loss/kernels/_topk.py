@@ -35,7 +35,6 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
-from llmk.ops.linear_loss.kernels._logprobs import STATISTICS
 from llmk.ops.linear_loss.rows._tiles import logits_tile
 from llmk.registry import empty, jit, next_power_of_2, wrap_triton
 
@@ -282,7 +281,7 @@ def combine(parts: Candidates, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities and classes `[M, K]`, logsumexp `[M]` and statistics `[2, M]` from the parts of all ranks."""
     R, M, device = parts.part.shape[0] // 2, parts.part.shape[1], parts.part.device
     logprobs, indices = empty((M, k), torch.float32, device), empty((M, k), torch.int64, device)
-    logsumexp, stats = empty((M,), torch.float32, device), empty((STATISTICS, M), torch.float32, device)
+    logsumexp, stats = empty((M,), torch.float32, device), empty((2, M), torch.float32, device)
     wrap_triton(topk_combine_kernel)[(M,)](
         *parts, logprobs, indices, logsumexp, stats, M, R, k, parts.keys.shape[1],
         BLOCK=RANK_BLOCK, num_warps=RANK_WARPS,

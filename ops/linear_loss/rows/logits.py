@@ -74,9 +74,9 @@ class LogitRows:
     ) -> None:  # fmt: skip
         self.layer, self.compacted, self.plan, self.N = layer, compacted, plan, layer.x.shape[0]
 
-    def buffer(self, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialized matrix of so many rows, or of all."""
-        return matrix(min(rows, self.N), self.layer.V, dtype, self.layer.x.device)
+    def buffer(self, rows: int, dtype: torch.dtype = torch.float32, more: int = 0) -> Tensor:
+        """Return an uninitialized matrix of so many rows, or of all, and some more columns."""
+        return matrix(min(rows, self.N), self.layer.V + more, dtype, self.layer.x.device)
 
     def logits(self, rows: slice, count: Tensor, buffer: Tensor) -> Tensor:
         """Return the logits of a block, written to a buffer with as many columns or more."""

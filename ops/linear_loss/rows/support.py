@@ -14,6 +14,9 @@ from llmk.ops.linear_loss.rows._classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.projection import Chunk, Projection
 from llmk.ops.linear_loss.rows.softmax import RowGradients, RowResults, Statistics
 
+MOST_SUPPORT = 1024
+"""The most ids of a row's support."""
+
 
 @dataclass(frozen=True)
 class Support:
