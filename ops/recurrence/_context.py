@@ -15,18 +15,14 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.collectives import gather_from_ranks, place_in
-from llmk.ops.recurrence import LARGEST_VALUE
 from llmk.ops.recurrence._chunks import sequence_indices
 
 
-def check_context(context_group: str, q: Tensor, v: Tensor, corrects: bool) -> None:
+def check_context(context_group: str, q: Tensor, v: Tensor) -> None:
     """Check what a group asks for beyond a call on one rank."""
     place_in(context_group, q, v)
     if q.shape[1] == 0:
         raise ValueError("context_group: expected at least one token on every rank, got 0")
-    K, V = q.shape[3], v.shape[3]
-    if corrects and K + V > LARGEST_VALUE:
-        raise ValueError(f"context_group: expected K + V up to {LARGEST_VALUE}, got {K} and {V}")
 
 
 def start_of_part(initial_state: Tensor | None, context_group: str) -> Tensor | None:

@@ -209,7 +209,7 @@ def gated_delta_rule(
             sequences, each a call's tokens, at least one, and as many on each rank as it likes; "" for whole sequences.
             A sequence that crosses ranks has one number on both sides. The initial state is the first rank's, others'
             are not read; the final state is that after the rank's own last token. All ranks of the group have to run
-            the backward pass. K + V is at most 512 here.
+            the backward pass.
 
     Returns:
         `[B, T, H, V]`, contiguous, in the dtype of `q`, and the state after the last token, `[B, H, K, V]` in float32.
@@ -225,7 +225,7 @@ def gated_delta_rule(
     check_call(q, k, v, g, beta, scale, initial_state, sequence_ids)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if context_group:
-        check_context(context_group, q, v, corrects=True)
+        check_context(context_group, q, v)
         values, start = with_identity(v, start_of_part(initial_state, context_group), q.shape[3])
         _, pair, *_ = gated_delta_rule_fwd(q, k, values, g, beta, start, sequence_ids, scale, l2_norm_qk)
         initial_state = state_before(pair, v.shape[3], initial_state, sequence_ids, context_group)

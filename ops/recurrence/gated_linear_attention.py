@@ -200,7 +200,7 @@ def gated_linear_attention(
     check_call(q, k, v, g, None, scale, initial_state, sequence_ids)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if context_group:
-        check_context(context_group, q, v, corrects=False)
+        check_context(context_group, q, v)
         start = start_of_part(initial_state, context_group)
         _, last, _ = gated_linear_attention_fwd(q, k, v, g, start, sequence_ids, scale)
         pair = torch.cat([last, decay_of_part(g, sequence_ids, q.shape[3])], -1)
