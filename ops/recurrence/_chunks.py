@@ -48,6 +48,12 @@ class Call:
         """The scale."""
         return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
+    @property
+    def operands(self) -> tuple[Tensor | float | None, ...]:
+        """The fields in their order, with the scale that None stands for."""
+        inputs = (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.sequence_ids)
+        return *inputs, self.factor, self.l2_norm_qk
+
     def to(self, dtype: torch.dtype) -> "Call":
         """The call in another dtype, queries and keys normalized where they are to be."""
         q, k, v, g = (x.to(dtype) for x in (self.q, self.k, self.v, self.g))
