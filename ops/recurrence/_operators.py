@@ -11,12 +11,10 @@ from torch import Tensor
 
 from llmk.ops.recurrence._call import check_call
 from llmk.ops.recurrence._chunk_launches import Kept, launch_backward, launch_forward
-from llmk.ops.recurrence._chunks import Call, backward_cpu, chunk_size, forward_cpu
+from llmk.ops.recurrence._chunks import DIFFERENTIABLE, Call, backward_cpu, chunk_size, forward_cpu
 from llmk.ops.recurrence._context import state_before
-from llmk.registry import KernelOp, cdiv, empty, or_no_gradient
+from llmk.registry import KernelOp, cdiv, differentiating, empty, or_no_gradient
 from llmk.registry.devices import runs_kernels
-
-DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state")
 
 
 def _kept_shape(v: Tensor, is_kept: bool) -> tuple[int, ...]:
@@ -88,6 +86,7 @@ def _backward(
     return _in_order(launch_backward(call, grad, grad_state, kept, need_initial_state), grad)
 
 
+@differentiating
 def _backward_cpu(grad, grad_state, *args):
     *operands, _, _, _, need_initial_state = args
     found = backward_cpu(Call(*operands), grad, grad_state)
