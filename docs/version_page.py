@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,15 @@ def _commits(checks: dict[str, Any]) -> str:
 
 
 def _cell(checks: dict[str, Any], name: str) -> str:
-    """Return the day of a check and what it has counted, in a few words, so that three columns fit a screen."""
+    """Return what a check that passed has counted and its day, in a few words, so that three columns fit a screen."""
     if name not in checks:
         return "not run"
     check = checks[name]
+    day = f"{date.fromisoformat(check['date']):%-d %b %Y}"
     said = check["said"].replace("|", "/")
     if not check["passed"]:
-        return f"**failed**, {check['date']}: {said}"
-    return f"ok, {check['date']}" + ("" if name == "import" else f": {UNCOUNTED.sub('', said)}")
+        return f"**failed**: {said}, {day}"
+    return f"ok, {day}" if name == "import" else f"ok: {UNCOUNTED.sub('', said)}, {day}"
 
 
 UNCOUNTED = re.compile(r", 0 broken.*|, \d+ (skipped|warnings?)| in [\d.]+s.*|, eager and compiled|llmk\.")
