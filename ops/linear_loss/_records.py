@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss.chunked import product_flops
 from llmk.ops.linear_loss.rows.plan import described, kept_rows
 from llmk.registry import Cost, Sample
@@ -107,6 +108,15 @@ def linear_reference(
         return torch.nn.functional.linear(input, weight, bias)
     logits = Float32Linear.apply(input.reshape(-1, input.shape[-1]), weight, bias)
     return logits.view(*input.shape[:-1], weight.shape[0])
+
+
+def logits_reference(
+    input: Tensor, weight: Tensor, bias: Tensor | None, logits_dtype: torch.dtype | None = None, *,
+    logit_scale: float = 1.0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Return the same as `linear_reference`, scaled and capped, in float32 or float64."""
+    logits = linear_reference(input, weight, bias, logits_dtype)
+    return cap_reference(logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
 
 
 def one_rank(reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_reference
-from llmk.ops.linear_loss._records import linear_reference
+from llmk.ops.linear_loss._records import logits_reference
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.linear_loss.fused_linear_ce import (
     fused_linear_ce_cost,
@@ -27,9 +26,8 @@ def fused_linear_ce_metrics_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = fused_linear_ce_reference(input, linear_weight, target, **options)
     with torch.no_grad():
-        logits = linear_reference(input, linear_weight, options.get("linear_bias"), options.get("logits_dtype"))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = cap_reference(logits, options.get("softcap", 0.0))
+        given = options.get("linear_bias"), options.get("logits_dtype")
+        logits = logits_reference(input, linear_weight, *given, softcap=options.get("softcap", 0.0))
         log_softmax = logits.log_softmax(-1)
         entropy = -(log_softmax.exp() * log_softmax.masked_fill(log_softmax == float("-inf"), 0.0)).sum(-1)
         counts = target != options.get("ignore_index", -100)

@@ -19,39 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_reference
-from llmk.ops.linear_loss._records import Make, linear_reference, one_rank
+from llmk.ops.linear_loss._records import Make
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
-from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd_cost, fused_linear_jsd_reference
-from llmk.registry import LARGEST, Cost, Sample, check_number, public_op
+from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd_cost, one_teacher_reference
+from llmk.registry import LARGEST, Sample, check_number, public_op
 from llmk.registry.checks import TINY
 
 
-@one_rank
 def fused_linear_jsd_ce_reference(
     input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, labels: Tensor, *,
-    ce_weight: float = 1.0, linear_bias: Tensor | None = None, softcap: float = 0.0, ignore_index: int = -100,
-    logits_dtype: torch.dtype | None = None, **options: Any,
+    ce_weight: float = 1.0, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    divergence = fused_linear_jsd_reference(
-        input,
-        linear_weight,
-        teacher_input,
-        teacher_linear_weight,
-        labels=labels,
-        linear_bias=linear_bias,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        logits_dtype=logits_dtype,
-        **options,
-    )
-    logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = cap_reference(logits, softcap)
-    nll = torch.nn.functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long(), ignore_index=ignore_index
-    )
-    return divergence + ce_weight * nll, divergence.detach(), nll.detach()
+    given = {"labels": labels, "ce_weight": ce_weight, **options}
+    return one_teacher_reference(input, linear_weight, teacher_input, teacher_linear_weight, **given)
 
 
 KERNEL_OPS = DistillationOps("fused_linear_jsd_ce")
@@ -101,13 +81,6 @@ def fused_linear_jsd_ce_workloads(device: torch.device, dtype: torch.dtype) -> I
     yield Sample((x, weight, teacher_x, teacher_weight, labels), why=f"{N}x{H}x{V}, teacher {teacher_H}")
 
 
-def fused_linear_jsd_ce_cost(
-    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, labels: Tensor,
-    **options: Any,
-) -> Cost:  # fmt: skip
-    return fused_linear_jsd_cost(input, linear_weight, teacher_input, teacher_linear_weight)
-
-
 @public_op(
     reference=fused_linear_jsd_ce_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
@@ -115,7 +88,7 @@ def fused_linear_jsd_ce_cost(
     samples=fused_linear_jsd_ce_samples,
     resized=fused_linear_jsd_ce_resized,
     workloads=fused_linear_jsd_ce_workloads,
-    cost=fused_linear_jsd_ce_cost,
+    cost=fused_linear_jsd_cost,
 )
 def fused_linear_jsd_ce(
     input: Tensor,

@@ -28,13 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._patterns import LINEAR_LOGPROBS
 from llmk.ops.linear_loss._records import (
     Make,
     keeps_exponentials,
     linear_cost,
-    linear_reference,
+    logits_reference,
     one_rank,
     rows_plan,
     token_workload,
@@ -51,10 +50,8 @@ def linear_logprobs_reference(
     skip_ignored: bool = True, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None, add_tail: bool = False, entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
-    logits = logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = cap_reference(logits, softcap)
-    logits = logits / temperature
+    scaled = {"logit_scale": logit_scale, "softcap": softcap}
+    logits = logits_reference(input, linear_weight, linear_bias, logits_dtype, **scaled) / temperature
     if support is not None:
         logits = logits.masked_fill(~_in_support(support.long(), logits.shape[-1]), float("-inf"))
     candidates = target.long() if target.dim() == input.dim() else target.long().unsqueeze(-1)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_reference, logsumexp_reference
-from llmk.ops.linear_loss._records import Make, linear_cost, linear_plan, linear_reference, one_rank
+from llmk.ops.common.math import logsumexp_reference
+from llmk.ops.linear_loss._records import Make, linear_cost, linear_plan, logits_reference, one_rank
 from llmk.ops.linear_loss.drivers.logprobs import TopkOps
 from llmk.registry import Cost, Sample, public_op
 
@@ -33,8 +33,7 @@ def linear_topk_reference(
     input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    logits = logit_scale * linear_reference(input, linear_weight, linear_bias)
-    logits = cap_reference(logits, softcap) / temperature
+    logits = logits_reference(input, linear_weight, linear_bias, logit_scale=logit_scale, softcap=softcap) / temperature
     indices = logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return logits.log_softmax(-1).gather(-1, indices), indices, logsumexp_reference(logits)
 

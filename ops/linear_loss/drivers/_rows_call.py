@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, LinearCall
+from llmk.ops.linear_loss.drivers.distillation_call import DistillationCall
 from llmk.ops.linear_loss.kernels import Implementation
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
 from llmk.ops.linear_loss.rows.plan import Plan, kept_rows
@@ -27,16 +28,6 @@ NOT_IGNORED = -1
 """An index to ignore that no class has."""
 PADDING_ELEMENTS = 2
 """Elements of `kept_buffer` past the exponentials."""
-
-
-class HasClasses(Protocol):
-    """A call that says which ids are classes."""
-
-    @property
-    def num_classes(self) -> int: ...
-
-    @property
-    def ignore_index(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +98,7 @@ def gradients_of(
     return Gradients(rows.projection, rows.compacted, need, dtypes, rows.plan.rounded_sums)
 
 
-def check_classes(impl: Implementation, classes: Tensor, call: "HasClasses") -> None:
+def check_classes(impl: Implementation, classes: Tensor, call: RowsCall | DistillationCall) -> None:
     """Check on the host that classes are classes or are to be ignored; a fake tensor's are not known.
 
     Raises:
