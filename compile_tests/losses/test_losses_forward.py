@@ -50,12 +50,12 @@ def test_ratios_that_overflow(name: str, delta: float | None, of_sequence: bool)
     logps = log_ratio.clamp(max=0.0) - 1.0
     terms = PolicyTerms(
         advantages=advantages,
-        weight=weight,
+        token_weight=weight,
         old_logps=logps - log_ratio,
         options=PolicyOptions(name, delta=delta),
         level=(lambda values: values.mean().expand(values.shape)) if of_sequence else lambda values: values,
     )
-    tensors = {key: getattr(terms, key).double() for key in ("advantages", "weight", "old_logps")}
+    tensors = {key: getattr(terms, key).double() for key in ("advantages", "token_weight", "old_logps")}
     (got, none), (exact, _) = (
         gradient_of(each.loss, x, torch.zeros_like(x))[1]
         for each, x in ((terms, logps), (replace(terms, **tensors), logps.double()))

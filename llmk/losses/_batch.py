@@ -23,7 +23,7 @@ from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy, outsid
 from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
 from llmk.ops.linear_loss.head import Head, check_linear
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
-from llmk.ops.linear_loss.objectives.policy import PolicyTerms
+from llmk.ops.linear_loss.objectives.policy import PER_TOKEN, PolicyTerms
 from llmk.ops.linear_loss.vocab_parallel_linear_ce import vocab_parallel_linear_ce
 from llmk.registry import LARGEST, check_integer, check_not_negative, check_number, check_option, check_same, is_sharded
 from llmk.registry.checks import TINY
@@ -449,9 +449,8 @@ class Batch:
             logprobs, entropy = self.logprobs()
             return self.sequences.total(terms.loss(logprobs, entropy)), logprobs.detach(), entropy.detach()
         loss, logprobs, entropy = fused_linear_policy(
-            target=self.target, advantages=terms.advantages, token_weight=terms.weight, old_logps=terms.old_logps,
-            ref_logps=terms.ref_logps, kl_weight=terms.kl_weight, entropy_weight=terms.entropy_weight,
-            support=self.support, **terms.options._asdict(), **head.arguments(),
+            target=self.target, support=self.support, **{name: getattr(terms, name) for name in PER_TOKEN},
+            **terms.options._asdict(), **head.arguments(),
         )  # fmt: skip
         return self.sequences.total(loss), logprobs, entropy
 

@@ -179,10 +179,4 @@ def policy_terms(
 ) -> PolicyTerms:
     """Return terms for tokens `[B, S]` without a reference or entropies."""
     level = ratio_level(options.importance_sampling_level, sequences)
-    return PolicyTerms(
-        advantages=advantages,
-        weight=weight,
-        old_logps=old_logps,
-        options=options,
-        level=level,
-    )
+    return PolicyTerms(advantages=advantages, token_weight=weight, old_logps=old_logps, options=options, level=level)

@@ -216,7 +216,7 @@ def grpo(
     ref_logps = None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences)
     terms = PolicyTerms(
         advantages=per_token(advantages, sequences),
-        weight=weights if correction is None or loss_type == "vespo" else weights * correction,
+        token_weight=weights if correction is None or loss_type == "vespo" else weights * correction,
         old_logps=None if old_per_token_logps is None else per_token(old_per_token_logps, sequences),
         ref_logps=ref_logps,
         kl_weight=None if ref_logps is None else beta * weights,
@@ -236,7 +236,7 @@ def grpo(
         if loss_type == "kl_cov":
             selected = largest_covariance(logps.detach(), terms.advantages, sequences.mask, kl_cov_ratio)
             penalty = ppo_kl_coef * bounded(terms.token_log_ratio(logps), max_log_ratio).abs()
-            loss = loss + torch.where(selected, terms.weight * penalty, 0.0).sum()
+            loss = loss + torch.where(selected, terms.token_weight * penalty, 0.0).sum()
         logps, entropy = logps.detach(), entropy.detach()
 
     log_ratio = terms.log_ratio(logps)
@@ -277,7 +277,7 @@ class _LateWeights(FromArguments):
 
     def replaced(self, terms: PolicyTerms, logps: Tensor, entropy: Tensor, sequences: Sequences) -> PolicyTerms:
         """Return the terms with these weights."""
-        weight, entropy_weight = terms.weight, terms.entropy_weight
+        weight, entropy_weight = terms.token_weight, terms.entropy_weight
         old = logps if terms.old_logps is None else terms.old_logps
         if self.vespo is not None:
             weight = weight * vespo_weight(logps - old, terms.advantages, self.correction, sequences, self.vespo)
@@ -292,7 +292,7 @@ class _LateWeights(FromArguments):
             weight = torch.where(selected, weight, 0.0)
             if entropy_weight is not None:
                 entropy_weight = _mean_weights(self.entropy_coef, selected, selected.sum())
-        return replace(terms, weight=weight, entropy_weight=entropy_weight)
+        return replace(terms, token_weight=weight, entropy_weight=entropy_weight)
 
 
 def without_last_axis(advantages: Tensor) -> Tensor:

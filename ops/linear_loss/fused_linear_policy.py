@@ -34,10 +34,10 @@ from llmk.ops.linear_loss.objectives.policy import (
     ESTIMATORS,
     LEVELS,
     LOSSES,
+    PER_TOKEN,
     PolicyOptions,
     PolicyTerms,
     check_above_one,
-    rowwise_level,
 )
 from llmk.registry import (
     LARGEST,
@@ -65,55 +65,20 @@ def outside_support(target: Tensor, support: Tensor, ignore_index: int, num_clas
 
 @one_rank
 def fused_linear_policy_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
-    advantages: Tensor | None = None, token_weight: Tensor | None = None, old_logps: Tensor | None = None,
-    ref_logps: Tensor | None = None, kl_weight: Tensor | None = None, entropy_weight: Tensor | None = None,
-    temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = True, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
-    support: Tensor | None = None, **options: Any,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, ignore_index: int = -100, support: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if support is None:
-        outside = torch.zeros_like(target, dtype=torch.bool)
-    else:
+    given = {name: options.pop(name, None) for name in PER_TOKEN}
+    policy = PolicyOptions(**{name: options.pop(name) for name in PolicyOptions._fields if name in options})
+    outside = torch.zeros_like(target, dtype=torch.bool)
+    if support is not None:
         outside = outside_support(target, support, ignore_index, linear_weight.shape[0])
     target = target.long().masked_fill(outside, ignore_index)
-    logprobs, entropy = linear_logprobs_reference(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        logits_dtype=logits_dtype,
-        support=support,
-    )
-    counts = target.long() != ignore_index
-
-    def masked(values: Tensor) -> Tensor:
-        return torch.where(counts, values.to(logprobs.dtype), 0.0)
-
-    def given(values: Tensor | None) -> Tensor | None:
-        return None if values is None else masked(values)
-
-    policy, ones = PolicyOptions(**options), torch.ones_like(logprobs)
-    terms = PolicyTerms(
-        advantages=masked(ones if advantages is None else advantages),
-        weight=masked(ones if token_weight is None else token_weight),
-        old_logps=given(old_logps),
-        ref_logps=given(ref_logps),
-        kl_weight=given(kl_weight),
-        entropy_weight=given(entropy_weight),
-        options=policy,
-        level=rowwise_level(policy.importance_sampling_level, counts),
-    )
+    options |= {"ignore_index": ignore_index, "support": support}
+    logprobs, entropy = linear_logprobs_reference(input, linear_weight, target, **options)
+    terms = PolicyTerms.of_rows(policy, target != ignore_index, given, logprobs.dtype)
     returned = logprobs.detach().masked_fill(outside, float("-inf"))
     return terms.loss(logprobs, entropy), returned, entropy.detach()
-
-
-PER_TOKEN = ("advantages", "token_weight", "old_logps", "ref_logps", "kl_weight", "entropy_weight")
-"""The call's tensors with one value for each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,23 +103,9 @@ class PolicyCall(GroupsCall):
 
     def terms(self, groups: slice) -> PolicyTerms:
         counts = self.grouped(self.target)[groups].long() != self.ignore_index  # int32 would wrap what it does not hold
-
-        def masked(values: Tensor) -> Tensor:
-            return torch.where(counts, self.grouped(values)[groups].float(), 0.0)
-
-        def given(values: Tensor | None) -> Tensor | None:
-            return None if values is None else masked(values)
-
-        return PolicyTerms(
-            advantages=counts.float() if self.advantages is None else masked(self.advantages),
-            weight=counts.float() if self.token_weight is None else masked(self.token_weight),
-            old_logps=given(self.old_logps),
-            ref_logps=given(self.ref_logps),
-            kl_weight=given(self.kl_weight),
-            entropy_weight=given(self.entropy_weight),
-            options=self.options,
-            level=rowwise_level(self.options.importance_sampling_level, counts),
-        )
+        given = {name: getattr(self, name) for name in PER_TOKEN}
+        parts = {name: None if each is None else self.grouped(each)[groups] for name, each in given.items()}
+        return PolicyTerms.of_rows(self.options, counts, parts)
 
 
 scale = scale_op("_fused_linear_policy_scale")

@@ -57,41 +57,18 @@ from llmk.registry.checks import TINY
 
 @one_rank
 def fused_linear_preference_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
-    ref_logps: Tensor | None = None, token_weight: Tensor | None = None, nll_weight: Tensor | None = None,
-    group_weight: Tensor | None = None, loss_type: str = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0,
-    simpo_gamma: float = 0.0, discopop_tau: float = 0.05, f_divergence_type: str = "reverse_kl",
-    f_divergence_coef: float = 0.5, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = True, chunk_size: int = 0,
-    logits_dtype: torch.dtype | None = None,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, ref_logps: Tensor | None = None,
+    token_weight: Tensor | None = None, nll_weight: Tensor | None = None, group_weight: Tensor | None = None,
+    loss_type: str = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0, simpo_gamma: float = 0.0,
+    discopop_tau: float = 0.05, f_divergence_type: str = "reverse_kl", f_divergence_coef: float = 0.5,
+    ignore_index: int = -100, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    logprobs, entropy = linear_logprobs_reference(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        logits_dtype=logits_dtype,
+    terms = PreferenceTerms.of(
+        locals(), counts=target.long() != ignore_index, options=from_arguments(LossOptions, locals())
     )
-    counts = target.long() != ignore_index
-    weighted = logprobs if token_weight is None else torch.where(counts, token_weight.to(logprobs.dtype), 0) * logprobs
-    logratios = weighted.sum(-1)
-    if ref_logps is not None:
-        logratios = logratios - ref_logps.to(logprobs.dtype)
-    rewards = F_DIVERGENCES[f_divergence_type](logratios, f_divergence_coef)
-    options = from_arguments(LossOptions, locals())
-    names, losses = loss_type.split("+"), []
-    for name in names:
-        normalized = rewards / counts.sum(-1).clamp(min=1) if LOSSES[name].length_normalized else rewards
-        losses.append(LOSSES[name].value(options, *normalized.unbind(-1)))
-    each = torch.stack(losses)
-    loss = (each if group_weight is None else each * group_weight.reshape(len(names), -1).to(each.dtype)).sum()
-    if nll_weight is not None:
-        loss = loss - torch.where(counts, nll_weight.to(logprobs.dtype) * logprobs, 0).sum()
-    return loss, logprobs.detach(), entropy.detach()
+    options["ignore_index"] = ignore_index
+    logprobs, entropy = linear_logprobs_reference(input, linear_weight, target, **options)
+    return terms.loss(logprobs, entropy), logprobs.detach(), entropy.detach()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,27 +90,11 @@ class PreferenceCall(GroupsCall):
 
     def terms(self, groups: slice) -> PreferenceTerms:
         counts = self.target[groups].long() != self.ignore_index  # int32 would wrap an index that it does not hold
-
-        def masked(weights: Tensor | None) -> Tensor:
-            if weights is None:
-                return counts.float()
-            return torch.where(counts, weights[groups].float(), 0.0)
-
-        names = self.loss_type.split("+")
-        group_weight = None
-        if self.group_weight is not None:
-            group_weight = self.group_weight.reshape(len(names), -1)[:, groups].float()
-        return PreferenceTerms(
-            lengths=counts.sum(-1).clamp(min=1).float(),
-            ref_logps=None if self.ref_logps is None else self.ref_logps[groups].float(),
-            token_weight=masked(self.token_weight),
-            nll_weight=None if self.nll_weight is None else masked(self.nll_weight),
-            group_weight=group_weight,
-            names=names,
-            options=self.options,
-            divergence=self.f_divergence_type,
-            coef=self.f_divergence_coef,
-        )
+        given = {name: getattr(self, name) for name in ("ref_logps", "token_weight", "nll_weight")}
+        parts = {name: None if each is None else each[groups] for name, each in given.items()}
+        weight = self.group_weight
+        parts["group_weight"] = None if weight is None else weight[..., groups]
+        return PreferenceTerms.of(vars(self), counts=counts, **parts)
 
 
 scale = scale_op("_fused_linear_preference_scale")
