@@ -13,13 +13,7 @@ from llmk.ops.linear_loss.kernels import Implementation
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
 from llmk.ops.linear_loss.rows.plan import Plan, kept_rows
 from llmk.ops.linear_loss.rows.products import Weights
-from llmk.ops.linear_loss.rows.projection import (
-    ALIGNED,
-    Gradients,
-    KernelProjection,
-    MatrixProjection,
-    projection_of,
-)
+from llmk.ops.linear_loss.rows.projection import ALIGNED, Gradients, Projection, projection_of
 from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import cdiv
 from llmk.registry.devices import kernels_on_cpu
@@ -56,7 +50,7 @@ class RowsCall(LinearCall):
         classes, ids = self.row_classes(), self.ignore_index
         return SoftmaxRows(compacted, self.projection(impl), classes, ids, chosen, **options)
 
-    def projection(self, impl: Implementation) -> KernelProjection | MatrixProjection:
+    def projection(self, impl: Implementation) -> Projection:
         """Return the projection of all rows."""
         bias = None if self.linear_bias is None else self.linear_bias.contiguous()
         weights = Weights(self.linear_weight, bias, self.class_weights(), self.transform)

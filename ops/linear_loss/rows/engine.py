@@ -29,7 +29,7 @@ from llmk.ops.linear_loss.rows.projection import (
     Chunk,
     Gradients,
     KernelProjection,
-    MatrixProjection,
+    Projection,
     RowMatrix,
     matrix,
 )
@@ -70,7 +70,7 @@ class SoftmaxRows:
     """
 
     compacted: CompactedTokens
-    projection: KernelProjection | MatrixProjection
+    projection: Projection
     classes: Tensor
     ignore_index: int
     plan: Plan
