@@ -8,7 +8,6 @@ Reference implementation: `trl.trainer.dpo_trainer`, https://github.com/huggingf
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmk.losses._batch import Sequences, check_denominator, denominator_of
@@ -45,23 +44,19 @@ class Pairs:
 
 def aot(pairs: Pairs, options: LossOptions) -> Tensor:
     """DPO on sorted margins of the policy and of the reference: Melnyk et al., 2024, https://arxiv.org/abs/2406.05882."""
-    return _smoothed(_sorted(pairs.policy_margin, pairs) - _sorted(pairs.ref_margin, pairs), options)
+    return GROUP_LOSSES["cpo"].value(options, _sorted(pairs.policy_margin, pairs), _sorted(pairs.ref_margin, pairs))
 
 
 def aot_unpaired(pairs: Pairs, options: LossOptions) -> Tensor:
     """DPO on sorted log ratios, chosen and rejected by themselves: the same paper."""
-    return _smoothed(_sorted(pairs.chosen_logratios, pairs) - _sorted(pairs.rejected_logratios, pairs), options)
+    chosen, rejected = _sorted(pairs.chosen_logratios, pairs), _sorted(pairs.rejected_logratios, pairs)
+    return GROUP_LOSSES["cpo"].value(options, chosen, rejected)
 
 
 def _sorted(values: Tensor, pairs: Pairs) -> Tensor:
     if pairs.exists is not None:  # pairs that do not exist stay last
         values = values.masked_fill(~pairs.exists, torch.finfo(values.dtype).max)
     return values.sort().values
-
-
-def _smoothed(margin: Tensor, options: LossOptions) -> Tensor:
-    e, x = options.label_smoothing, options.beta * margin
-    return -(1 - e) * F.logsigmoid(x) - e * F.logsigmoid(-x)
 
 
 def sft(pairs: Pairs, options: LossOptions) -> Tensor:

@@ -239,10 +239,9 @@ def grpo(
             loss = loss + torch.where(selected, terms.token_weight * penalty, 0.0).sum()
         logps, entropy = logps.detach(), entropy.detach()
 
-    log_ratio = terms.log_ratio(logps)
     metrics = {"entropy": mean_over_tokens(entropy, sequences)} | batch.outside
     if terms.kl_weight is not None:
-        metrics["kl"] = mean_over_tokens(terms.divergence(logps, log_ratio), sequences)
+        metrics["kl"] = mean_over_tokens(terms.divergence(logps, terms.log_ratio(logps)), sequences)
     if terms.entropy_weight is not None:
         metrics["policy_loss"] = loss.detach() + sequences.total((terms.entropy_weight * entropy).sum())
     old = logps if terms.old_logps is None else terms.old_logps
@@ -364,12 +363,12 @@ def _clip_metrics(terms: PolicyTerms, logps: Tensor, sequences: Sequences, by_se
     keeps = terms.keeps(logps)
     if keeps is not None:
         return {"dppo_clip_ratio": _means(~keeps, sequences, by_sequence=False)[1]}
+    if options.loss_type not in ("cispo", "clipped"):
+        return {}
     ratio = terms.ratio(logps)
     if options.loss_type == "cispo":
         clips = (ratio > options.epsilon_high) & (advantages > 0)
         return {"cispo_clip_ratio": _means(clips, sequences, by_sequence)[1]}
-    if options.loss_type != "clipped":
-        return {}
     ratio = ratio if options.delta is None else ratio.clamp(max=options.delta)
     dual: dict[str, Tensor] = {}
     if options.clip_ratio_c is not None:

@@ -16,11 +16,11 @@ from llmk.losses._batch import (
     check_per_token,
     mean_over_tokens,
 )
-from llmk.losses._policy import AGGREGATIONS, aggregation_weights, policy_terms
+from llmk.losses._policy import AGGREGATIONS, aggregation_weights, ratio_level
 from llmk.losses._sampling import masked_max, masked_min
-from llmk.losses.grpo import check_advantages, per_token, without_last_axis
+from llmk.losses.grpo import check_advantages, grpo, per_token, without_last_axis
 from llmk.ops.linear_loss.fused_linear_policy import check_policy_options
-from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms, bounded
 from llmk.registry import check_not_negative, check_option, from_arguments, with_arguments
 
 
@@ -63,14 +63,7 @@ def reinforce(
     Source: Williams, 1992, https://doi.org/10.1007/BF00992696.
     """
     check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
-    advantages = without_last_axis(advantages)
-    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
-    sequences = batch.sequences
-    check_advantages(advantages, sequences)
-    weight = aggregation_weights(loss_agg, sequences, arguments)
-    terms = policy_terms(PolicyOptions(loss_type="reinforce"), per_token(advantages, sequences), weight, sequences)
-    loss, _, entropy = batch.policy(terms)
-    return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)} | batch.outside
+    return grpo(**arguments, loss_type="gpg")
 
 
 @with_arguments
@@ -126,8 +119,13 @@ def rloo(
     old = None if old_logps is None else old_logps.detach().float()
     items = {"num_sequences_in_batch": num_items_in_batch}
     weight = sequences.mask * aggregation_weights("sequence_mean", sequences, items)
-    old_of_tokens = None if old is None else per_token(old / lengths, sequences)
-    terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old_of_tokens)
+    terms = PolicyTerms(
+        advantages=per_token(advantages, sequences),
+        token_weight=weight,
+        old_logps=None if old is None else per_token(old / lengths, sequences),
+        options=options,
+        level=ratio_level("sequence_sum", sequences),
+    )
     loss, token_logps, entropy = batch.policy(terms)
     logps = sequences.sum(token_logps)
     ratio = bounded(logps - (logps if old is None else old), max_log_ratio).exp()
@@ -224,7 +222,10 @@ def ppo(
     _check_values(values, old_values, returns, batch.target)
     weight = aggregation_weights(loss_agg, sequences, arguments)
     old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
-    terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old)
+    terms = PolicyTerms(
+        advantages=per_token(advantages, sequences), token_weight=weight, old_logps=old, options=options,
+        level=ratio_level("token", sequences),
+    )  # fmt: skip
     policy, logps, entropy = batch.policy(terms)
     ratio, negative = terms.ratio(logps), terms.advantages < 0
     clips = torch.where(negative, ratio < 1 - cliprange, (ratio > 1 + cliprange) & (terms.advantages > 0))
