@@ -1,7 +1,7 @@
 """Parts of these operators' records: the tensors of samples and workloads, and the cost of products."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,11 +55,14 @@ def token_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtyp
     return Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
 
 
-def token_workloads(
-    sizes: Iterable[tuple[int, int, int]], device: torch.device, dtype: torch.dtype
-) -> Iterator[Sample]:
-    """Yield a workload of N tokens, H features and V classes for each size (N, H, V)."""
-    yield from (token_workload(each, device, dtype) for each in sizes)
+def token_workloads(*sizes: tuple[int, int, int]) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
+    """Return a record's workloads: one of N tokens, H features and V classes for each size (N, H, V)."""
+    return lambda device, dtype: (token_workload(each, device, dtype) for each in sizes)
+
+
+def token_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x, linear_weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
+    return Sample((x, linear_weight, torch.randint(0, 40, (rows,), device=device)), {"chunk_size": 32}, why="resized")
 
 
 def keeps_exponentials(input: Tensor, linear_weight: Tensor) -> bool:
@@ -131,7 +134,9 @@ def one_rank(reference: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def linear_cost(input: Tensor, linear_weight: Tensor, *, reads: int = 2, products: float = 3) -> Cost:
+def linear_cost(
+    input: Tensor, linear_weight: Tensor, *args: Any, reads: int = 2, products: float = 3, **options: Any
+) -> Cost:  # fmt: skip
     """Return the cost of `products` products and `reads` reads of input and weight, one of each in the forward pass."""
     tensors = (input.numel() + linear_weight.numel()) * input.element_size()
     product = product_flops(input, linear_weight)

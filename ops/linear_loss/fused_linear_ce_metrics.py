@@ -8,14 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._records import logits_reference
+from llmk.ops.linear_loss._records import linear_cost, logits_reference, token_resized
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
-from llmk.ops.linear_loss.fused_linear_ce import (
-    fused_linear_ce_cost,
-    fused_linear_ce_reference,
-    fused_linear_ce_resized,
-    fused_linear_ce_samples,
-)
+from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce_reference, fused_linear_ce_samples
 from llmk.registry import public_op
 
 KERNEL_OPS = CrossEntropyOps("fused_linear_ce_metrics")
@@ -44,8 +39,8 @@ def fused_linear_ce_metrics_reference(
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=KERNEL_OPS.kernel_ops,
     samples=fused_linear_ce_samples,
-    resized=fused_linear_ce_resized,
-    cost=fused_linear_ce_cost,
+    resized=token_resized,
+    cost=linear_cost,
 )
 def fused_linear_ce_metrics(
     input: Tensor,

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._records import Make, linear_cost, one_rank
+from llmk.ops.linear_loss._records import Make, one_rank
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
-from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill_reference
+from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill_cost, fused_linear_distill_reference
 from llmk.registry import Cost, Sample, public_op
 
 
@@ -112,13 +112,7 @@ def fused_linear_jsd_cost(
     input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, *args: Tensor,
     **options: Any,
 ) -> Cost:  # fmt: skip
-    student, teacher = linear_cost(input, linear_weight), linear_cost(teacher_input, teacher_linear_weight)
-    return Cost(
-        student.bytes_forward + teacher.bytes_forward,
-        student.bytes_full + teacher.bytes_forward,
-        student.flops_forward + teacher.flops_forward,
-        student.flops_full + teacher.flops_forward,
-    )
+    return fused_linear_distill_cost(input, linear_weight, [teacher_input], [teacher_linear_weight], [], [], [], [])
 
 
 @public_op(

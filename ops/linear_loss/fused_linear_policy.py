@@ -41,7 +41,6 @@ from llmk.ops.linear_loss.objectives.policy import (
 )
 from llmk.registry import (
     LARGEST,
-    Cost,
     Sample,
     check_dtype,
     check_number,
@@ -174,10 +173,6 @@ def fused_linear_policy_workloads(device: torch.device, dtype: torch.dtype) -> I
         yield Sample((x, linear_weight, target), kwargs, why=f"{B}x{S}x{H}x{V}")
 
 
-def fused_linear_policy_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    return linear_cost(input, linear_weight)
-
-
 @public_op(
     reference=fused_linear_policy_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
@@ -185,7 +180,7 @@ def fused_linear_policy_cost(input: Tensor, linear_weight: Tensor, target: Tenso
     samples=fused_linear_policy_samples,
     resized=fused_linear_policy_resized,
     workloads=fused_linear_policy_workloads,
-    cost=fused_linear_policy_cost,
+    cost=linear_cost,
 )
 def fused_linear_policy(
     input: Tensor,

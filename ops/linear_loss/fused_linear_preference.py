@@ -41,7 +41,6 @@ from llmk.ops.linear_loss.objectives.preference import (
 )
 from llmk.registry import (
     LARGEST,
-    Cost,
     Sample,
     check_dtype,
     check_finite,
@@ -157,10 +156,6 @@ def fused_linear_preference_workloads(device: torch.device, dtype: torch.dtype) 
         yield Sample((x, linear_weight, target), {"ref_logps": ref_logps}, why=f"{G}x2x{S}x{H}x{V}")
 
 
-def fused_linear_preference_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    return linear_cost(input, linear_weight)
-
-
 @public_op(
     reference=fused_linear_preference_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
@@ -168,7 +163,7 @@ def fused_linear_preference_cost(input: Tensor, linear_weight: Tensor, target: T
     samples=fused_linear_preference_samples,
     resized=fused_linear_preference_resized,
     workloads=fused_linear_preference_workloads,
-    cost=fused_linear_preference_cost,
+    cost=linear_cost,
 )
 def fused_linear_preference(
     input: Tensor,

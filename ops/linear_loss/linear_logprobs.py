@@ -36,6 +36,7 @@ from llmk.ops.linear_loss._records import (
     logits_reference,
     one_rank,
     rows_plan,
+    token_resized,
     token_workload,
     token_workloads,
 )
@@ -157,15 +158,6 @@ def support_samples(make: Make) -> Iterator[Sample]:
     yield Sample((randn(9, 16), randn(80, 16), target), kwargs, why="supports of 64, ignored tokens not skipped")
 
 
-def linear_logprobs_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, linear_weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
-    return Sample((x, linear_weight, torch.randint(0, 40, (rows,), device=device)), {"chunk_size": 32}, why="resized")
-
-
-def linear_logprobs_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    yield from token_workloads([(8192, 2048, 151936), (8192, 4096, 128256), (4096, 4096, 32000)], device, dtype)
-
-
 def linear_logprobs_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
     return linear_cost(input, linear_weight, reads=3, products=4 - keeps_exponentials(input, linear_weight))
 
@@ -180,8 +172,8 @@ def linear_logprobs_plan(input: Tensor, linear_weight: Tensor, target: Tensor, *
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=KERNEL_OPS.kernel_ops,
     samples=linear_logprobs_samples,
-    resized=linear_logprobs_resized,
-    workloads=linear_logprobs_workloads,
+    resized=token_resized,
+    workloads=token_workloads((8192, 2048, 151936), (8192, 4096, 128256), (4096, 4096, 32000)),
     sized=token_workload,
     cost=linear_logprobs_cost,
     plan=linear_logprobs_plan,

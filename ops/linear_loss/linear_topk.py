@@ -17,7 +17,7 @@ which is that of the log-probabilities of K given classes, as `linear_logprobs` 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from llmk.ops.common.math import logsumexp_reference
 from llmk.ops.linear_loss._records import Make, linear_cost, linear_plan, logits_reference, one_rank
 from llmk.ops.linear_loss.drivers.logprobs import TopkOps
-from llmk.registry import Cost, Sample, public_op
+from llmk.registry import Sample, public_op
 
 
 @one_rank
@@ -81,14 +81,6 @@ def linear_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[
         yield linear_topk_workload(sizes, device, dtype)
 
 
-def linear_topk_cost(input: Tensor, linear_weight: Tensor, k: int, **options: Any) -> Cost:
-    return linear_cost(input, linear_weight, reads=3, products=4)
-
-
-def linear_topk_plan(input: Tensor, linear_weight: Tensor, k: int, **options: Any) -> str:
-    return linear_plan(input, linear_weight, **options)
-
-
 @public_op(
     reference=linear_topk_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
@@ -97,8 +89,8 @@ def linear_topk_plan(input: Tensor, linear_weight: Tensor, k: int, **options: An
     resized=linear_topk_resized,
     workloads=linear_topk_workloads,
     sized=linear_topk_workload,
-    cost=linear_topk_cost,
-    plan=linear_topk_plan,
+    cost=partial(linear_cost, reads=3, products=4),
+    plan=linear_plan,
 )
 def linear_topk(
     input: Tensor,
