@@ -19,7 +19,7 @@ exponentials. Logits are made twice in float16, with a `support`, with `entropy_
 are per sequence and neither a sequence fits into a chunk nor all exponentials can be kept: four products.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,11 +100,11 @@ class PolicyCall(GroupsCall):
     def token_tensors(self) -> tuple[str, ...]:
         return "input", "target", "support", *(PER_TOKEN if self.tokens_are_groups else ())
 
-    def terms(self, groups: slice) -> PolicyTerms:
+    def loss(self, groups: slice) -> Callable[[Tensor, Tensor], Tensor]:
         counts = self.grouped(self.target)[groups].long() != self.ignore_index  # int32 would wrap what it does not hold
         given = {name: getattr(self, name) for name in PER_TOKEN}
         parts = {name: None if each is None else self.grouped(each)[groups] for name, each in given.items()}
-        return PolicyTerms.of_rows(self.options, counts, parts)
+        return PolicyTerms.of_rows(self.options, counts, parts).loss
 
 
 scale = scale_op("_fused_linear_policy_scale")
@@ -254,9 +254,7 @@ def fused_linear_policy(
         max_log_ratio: Clamp the logarithm of the ratio, and log pi / ref in the divergence, to this distance from 0;
             None for no bound. No gradient goes through a logarithm that is farther.
         clip_ratio_c: Upper bound, above 1, of the ratio in "clipped" where the advantage is negative; None for none.
-        temperature: Divides the logits, after the cap; positive.
-        logit_scale: Factor of the logits, before the cap.
-        softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
+        temperature, logit_scale, softcap: As in `linear_logprobs`.
         ignore_index: A token with this target has no part in the loss and no gradient, whatever its values are.
         skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it, but on a CPU where ratios
             are those of sequences.

@@ -20,7 +20,7 @@ and the backward pass multiplies by the gradient of the loss: three products. Wh
 nor all exponentials can be kept, and in float16, logits are made twice, in the forward pass still: four products.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,13 +87,13 @@ class PreferenceCall(GroupsCall):
     def group(self) -> torch.Size:
         return self.tokens[1:]
 
-    def terms(self, groups: slice) -> PreferenceTerms:
+    def loss(self, groups: slice) -> Callable[[Tensor, Tensor], Tensor]:
         counts = self.target[groups].long() != self.ignore_index  # int32 would wrap an index that it does not hold
         given = {name: getattr(self, name) for name in ("ref_logps", "token_weight", "nll_weight")}
         parts = {name: None if each is None else each[groups] for name, each in given.items()}
         weight = self.group_weight
         parts["group_weight"] = None if weight is None else weight[..., groups]
-        return PreferenceTerms.of(vars(self), counts=counts, **parts)
+        return PreferenceTerms.of(vars(self), counts=counts, **parts).loss
 
 
 scale = scale_op("_fused_linear_preference_scale")
@@ -220,9 +220,7 @@ def fused_linear_preference(
         f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", for types that
             depend on the difference of rewards alone.
         f_divergence_coef: Coefficient of the alpha divergence.
-        temperature: Divides the logits, after the cap; positive.
-        logit_scale: Factor of the logits, before the cap.
-        softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
+        temperature, logit_scale, softcap: As in `linear_logprobs`.
         ignore_index: A token with this target has log-probability 0 and no gradient, whatever its values are.
         skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it, but on a CPU.
         chunk_size: As in `fused_linear_ce`, or the most tokens that are whole groups.

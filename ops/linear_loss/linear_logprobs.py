@@ -40,7 +40,9 @@ from llmk.ops.linear_loss._records import (
     token_workload,
     token_workloads,
 )
-from llmk.ops.linear_loss.drivers.logprobs import LogprobsOps
+from llmk.ops.linear_loss.chunked import local_fields, with_shard
+from llmk.ops.linear_loss.drivers.logprobs import CandidatesCall, linear_logprobs_bwd, linear_logprobs_fwd
+from llmk.ops.linear_loss.head import DIFFERENTIABLE
 from llmk.registry import Cost, Sample, public_op
 
 
@@ -79,9 +81,6 @@ def _in_support(support: Tensor, V: int) -> Tensor:
     mask = torch.zeros((*support.shape[:-1], V + 1), dtype=torch.bool, device=support.device)
     mask.scatter_(-1, torch.where(support < 0, V, support), True)
     return mask[..., :V] | (support < 0).all(-1, keepdim=True)
-
-
-KERNEL_OPS = LogprobsOps("linear_logprobs")
 
 
 def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -170,7 +169,7 @@ def linear_logprobs_plan(input: Tensor, linear_weight: Tensor, target: Tensor, *
 @public_op(
     reference=linear_logprobs_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=KERNEL_OPS.kernel_ops,
+    kernel_ops=(linear_logprobs_fwd.op, linear_logprobs_bwd.op),
     samples=linear_logprobs_samples,
     resized=token_resized,
     workloads=token_workloads((8192, 2048, 151936), (8192, 4096, 128256), (4096, 4096, 32000)),
@@ -254,4 +253,6 @@ def linear_logprobs(
     Sources: `torch.nn.functional.log_softmax`; TRL's `selective_log_softmax` and `entropy_from_logits`,
     https://github.com/huggingface/trl.
     """
-    return KERNEL_OPS(locals())
+    local, as_given, _ = local_fields(with_shard(locals()), [DIFFERENTIABLE], ["target", "support"])
+    logprobs, entropies, *_ = linear_logprobs_fwd(CandidatesCall.checked(local))
+    return as_given(logprobs), as_given(entropies)

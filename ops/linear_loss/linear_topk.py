@@ -24,7 +24,9 @@ from torch import Tensor
 
 from llmk.ops.common.math import logsumexp_reference
 from llmk.ops.linear_loss._records import Make, linear_cost, linear_plan, logits_reference, one_rank
-from llmk.ops.linear_loss.drivers.logprobs import TopkOps
+from llmk.ops.linear_loss.chunked import local_fields, with_shard
+from llmk.ops.linear_loss.drivers.logprobs import TopkCall, linear_topk_bwd, linear_topk_fwd
+from llmk.ops.linear_loss.head import DIFFERENTIABLE
 from llmk.registry import Sample, public_op
 
 
@@ -36,9 +38,6 @@ def linear_topk_reference(
     logits = logits_reference(input, linear_weight, linear_bias, logit_scale=logit_scale, softcap=softcap) / temperature
     indices = logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return logits.log_softmax(-1).gather(-1, indices), indices, logsumexp_reference(logits)
-
-
-KERNEL_OPS = TopkOps("linear_topk")
 
 
 def linear_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -84,7 +83,7 @@ def linear_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[
 @public_op(
     reference=linear_topk_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=KERNEL_OPS.kernel_ops,
+    kernel_ops=(linear_topk_fwd.op, linear_topk_bwd.op),
     samples=linear_topk_samples,
     resized=linear_topk_resized,
     workloads=linear_topk_workloads,
@@ -128,9 +127,7 @@ def linear_topk(
         linear_weight: `[V, H]`, as in `torch.nn.Linear`, dtype of `input`.
         k: From 1 to 256, and at most V.
         linear_bias: `[V]`, dtype of `input`.
-        temperature: Divides the logits, after the cap; positive.
-        logit_scale: Factor of the logits, before the cap.
-        softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
+        temperature, logit_scale, softcap: As in `linear_logprobs`.
         chunk_size: Tokens whose logits, in the backward pass their gradient, exist at a time; 0 chooses.
         vocab_start, num_classes, group_name: As in `linear_logprobs`, for a weight that is sharded over ranks.
 
@@ -144,4 +141,6 @@ def linear_topk(
 
     Sources: `torch.topk` of `torch.nn.functional.log_softmax`.
     """
-    return KERNEL_OPS(locals())
+    local, as_given, _ = local_fields(with_shard(locals()), [DIFFERENTIABLE], [])
+    logprobs, logsumexp, indices, *_ = linear_topk_fwd(TopkCall.checked(local))
+    return as_given(logprobs), as_given(indices), as_given(logsumexp)
