@@ -35,7 +35,6 @@ from llmk.ops.linear_loss.objectives.preference import (
     F_DIVERGENCES,
     LOSSES,
     MARGIN_LOSSES,
-    LossOptions,
     PreferenceTerms,
     check_label_smoothing,
 )
@@ -48,7 +47,6 @@ from llmk.registry import (
     check_option,
     check_same,
     check_shape,
-    from_arguments,
     public_op,
 )
 from llmk.registry.checks import TINY
@@ -62,26 +60,17 @@ def fused_linear_preference_reference(
     discopop_tau: float = 0.05, f_divergence_type: str = "reverse_kl", f_divergence_coef: float = 0.5,
     ignore_index: int = -100, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    terms = PreferenceTerms.of(
-        locals(), counts=target.long() != ignore_index, options=from_arguments(LossOptions, locals())
-    )
+    terms = PreferenceTerms.of(locals())
     options["ignore_index"] = ignore_index
     logprobs, entropy = linear_logprobs_reference(input, linear_weight, target, **options)
-    return terms.loss(logprobs, entropy), logprobs.detach(), entropy.detach()
+    return terms.loss(logprobs, target.long() != ignore_index), logprobs.detach(), entropy.detach()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceCall(GroupsCall):
     """The tokens are `[G, M, S]`: G groups of M sequences."""
 
-    ref_logps: Tensor | None  # [G, M]
-    token_weight: Tensor | None  # [G, M, S]
-    nll_weight: Tensor | None  # [G, M, S]
-    group_weight: Tensor | None  # [G], or [types, G]
-    loss_type: str  # names joined by "+"
-    options: LossOptions
-    f_divergence_type: str
-    f_divergence_coef: float
+    terms: PreferenceTerms
 
     @property
     def group(self) -> torch.Size:
@@ -89,11 +78,8 @@ class PreferenceCall(GroupsCall):
 
     def loss(self, groups: slice) -> Callable[[Tensor, Tensor], Tensor]:
         counts = self.target[groups].long() != self.ignore_index  # int32 would wrap an index that it does not hold
-        given = {name: getattr(self, name) for name in ("ref_logps", "token_weight", "nll_weight")}
-        parts = {name: None if each is None else each[groups] for name, each in given.items()}
-        weight = self.group_weight
-        parts["group_weight"] = None if weight is None else weight[..., groups]
-        return PreferenceTerms.of(vars(self), counts=counts, **parts).loss
+        terms = self.terms.of_groups(groups)
+        return lambda logprobs, entropy: terms.loss(logprobs, counts)
 
 
 scale = scale_op("_fused_linear_preference_scale")
@@ -252,25 +238,25 @@ def fused_linear_preference(
 
 
 def _check_loss(call: PreferenceCall) -> None:
-    names = call.loss_type.split("+")
+    terms, names = call.terms, call.terms.loss_type.split("+")
     for name in names:
         check_option("loss_type", name, tuple(LOSSES))
-    check_option("f_divergence_type", call.f_divergence_type, tuple(F_DIVERGENCES))
+    check_option("f_divergence_type", terms.f_divergence_type, tuple(F_DIVERGENCES))
     M = LOSSES[names[0]].sequences
     for name in names:
         if LOSSES[name].sequences != M:
             raise ValueError(f"loss_type: expected types of {M} sequences a group like {names[0]!r}, got {name!r}")
-        if call.f_divergence_type != "reverse_kl" and name not in MARGIN_LOSSES:
+        if terms.f_divergence_type != "reverse_kl" and name not in MARGIN_LOSSES:
             expected = f"expected 'reverse_kl' with loss_type {name!r}"
-            raise ValueError(f"f_divergence_type: {expected}, got {call.f_divergence_type!r}")
+            raise ValueError(f"f_divergence_type: {expected}, got {terms.f_divergence_type!r}")
     if call.input.dim() != 4 or call.input.shape[1] != M:
-        expected = f"[G, {M}, S, H] with loss_type {call.loss_type!r}"
+        expected = f"[G, {M}, S, H] with loss_type {terms.loss_type!r}"
         raise ValueError(f"input: expected shape {expected}, got {tuple(call.input.shape)}")
 
 
 def _check_tensors(call: PreferenceCall) -> None:
-    tokens, (G, M) = tuple(call.tokens), call.tokens[:2]
-    types = call.loss_type.count("+") + 1
+    tokens, (G, M), given = tuple(call.tokens), call.tokens[:2], {"target": call.target, **vars(call.terms)}
+    types = call.terms.loss_type.count("+") + 1
     for name, shape, meaning in (
         ("target", tokens, "one for each token of input"),
         ("ref_logps", (G, M), "one for each sequence"),
@@ -278,7 +264,7 @@ def _check_tensors(call: PreferenceCall) -> None:
         ("nll_weight", tokens, "one for each token"),
         ("group_weight", (G,) if types == 1 else (types, G), "one for each group"),
     ):
-        tensor = getattr(call, name)
+        tensor = given[name]
         if tensor is None:
             continue
         if name != "target":

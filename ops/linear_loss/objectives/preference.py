@@ -11,7 +11,7 @@ Reference implementation: `trl.trainer.dpo_trainer`, https://github.com/huggingf
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -239,12 +239,8 @@ F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceTerms(FromArguments):
-    """The loss of G groups of M sequences of S tokens as a function of the tokens' log-probabilities.
+    """The operator's arguments beside the projection, for G groups of M sequences of S tokens."""
 
-    The fields are the operator's arguments, and the mask of the tokens that count.
-    """
-
-    counts: Tensor  # bool [G, M, S]
     ref_logps: Tensor | None  # [G, M]
     token_weight: Tensor | None  # [G, M, S]
     nll_weight: Tensor | None  # [G, M, S]
@@ -254,19 +250,26 @@ class PreferenceTerms(FromArguments):
     f_divergence_type: str
     f_divergence_coef: float
 
-    def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """Sum the loss over groups and tokens, given log-probabilities `[G, M, S]`; entropies are not used."""
+    def of_groups(self, groups: slice) -> "PreferenceTerms":
+        """Return the terms of some groups."""
+        given = {name: getattr(self, name) for name in ("ref_logps", "token_weight", "nll_weight")}
+        parts = {name: None if each is None else each[groups] for name, each in given.items()}
+        weight = None if self.group_weight is None else self.group_weight[..., groups]
+        return replace(self, group_weight=weight, **parts)
+
+    def loss(self, logprobs: Tensor, counts: Tensor) -> Tensor:
+        """Sum the loss over groups and tokens, given log-probabilities `[G, M, S]` and the mask of those that count."""
         names, dtype = self.loss_type.split("+"), logprobs.dtype
 
         def weighted(weight: Tensor | None) -> Tensor:
-            mask = self.counts.to(dtype) if weight is None else torch.where(self.counts, weight.to(dtype), 0.0)
+            mask = counts.to(dtype) if weight is None else torch.where(counts, weight.to(dtype), 0.0)
             return mask * logprobs
 
         logratios = weighted(self.token_weight).sum(-1)
         if self.ref_logps is not None:
             logratios = logratios - self.ref_logps.to(dtype)
         rewards = F_DIVERGENCES[self.f_divergence_type](logratios, self.f_divergence_coef)
-        means = rewards / self.counts.sum(-1).clamp(min=1).to(dtype)
+        means = rewards / counts.sum(-1).clamp(min=1).to(dtype)
         terms = []
         for i, name in enumerate(names):
             loss = LOSSES[name]
