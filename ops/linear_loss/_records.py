@@ -71,18 +71,12 @@ def keeps_exponentials(input: Tensor, linear_weight: Tensor) -> bool:
     return N > 0 and kept_rows(N, V, 4 if input.is_cpu else input.element_size()) > 0
 
 
-def rows_plan(input: Tensor, linear_weight: Tensor, *args: Any, chunk_size: int = 0, **options: Any) -> str:
-    """Say in how many tokens at a time a loss is computed whose forward pass makes the gradients."""
+def rows_plan(
+    input: Tensor, linear_weight: Tensor, *args: Any, chunk_size: int = 0, matrices: int = 0, **options: Any
+) -> str:  # fmt: skip
+    """Say in how many tokens at a time a layer over classes is computed, and how many `matrices` of logits exist."""
     N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
-    return described(N, H, V, input.dtype, on_host=input.is_cpu, chunk_size=chunk_size)
-
-
-def linear_plan(
-    input: Tensor, linear_weight: Tensor, *args: Any, chunk_size: int = 0, stored: bool = True, **options: Any
-) -> str:
-    """Say in how many tokens at a time a layer over classes is computed that has logits, where any are stored."""
-    N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
-    return described(N, H, V, input.dtype, on_host=input.is_cpu, chunk_size=chunk_size, matrices=int(stored))
+    return described(N, H, V, input.dtype, on_host=input.is_cpu, chunk_size=chunk_size, matrices=matrices)
 
 
 class Float32Linear(torch.autograd.Function):
@@ -114,11 +108,11 @@ def linear_reference(
 
 
 def logits_reference(
-    input: Tensor, weight: Tensor, bias: Tensor | None, logits_dtype: torch.dtype | None = None, *,
-    logit_scale: float = 1.0, softcap: float = 0.0,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, logits_dtype: torch.dtype | None = None,
+    *, logit_scale: float = 1.0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Return the same as `linear_reference`, scaled and capped, in float32 or float64."""
-    logits = linear_reference(input, weight, bias, logits_dtype)
+    logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
     return cap_reference(logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
 
 

@@ -14,9 +14,7 @@ with a loss f and an estimator KL. So the gradient of l_t is, with level its own
 
 which is known once the token's log-probability is, or its sequence's are, and that of H_t is -h_t: autograd makes it of
 the loss. In the forward pass `drivers/logprobs.py` makes the gradients from these with the chunk's exponentials, and
-the backward pass multiplies them by that of the loss: three products, with `entropy_weight` and one pass over the
-exponentials. Logits are made twice in float16, with a `support`, with `entropy_weight` and `softcap`, and where ratios
-are per sequence and neither a sequence fits into a chunk nor all exponentials can be kept: four products.
+the backward pass multiplies them by that of the loss.
 """
 
 from collections.abc import Callable, Iterator

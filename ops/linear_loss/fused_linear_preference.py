@@ -9,15 +9,8 @@ For group g with M sequences, whose tokens t have the log-probabilities log p, w
     loss = sum_g u_g f(s(l_g1), .., s(l_gM)) - sum_t v_t log p_t
 
 with a loss f and a reward s, so that the gradient of log p_t of sequence m is w_t u_g df/ds_m s'(l_gm) - v_t. It is
-known once the group's log-probabilities are. So forward, for x [N, H] and W [V, H], a chunk of whole groups at a time:
-
-    E      = exp(x_chunk @ W^T + b - c)       [C, V], the only buffer of that width
-    log-probabilities, and from them the gradient of each, by autograd, and the rows' factors r
-    dx     = r (E @ W)                        with the targets' term
-    dW    += E^T @ (r x_chunk)                and db += E^T @ r
-
-and the backward pass multiplies by the gradient of the loss: three products. Where a group does not fit into a chunk,
-nor all exponentials can be kept, and in float16, logits are made twice, in the forward pass still: four products.
+known once the group's log-probabilities are. So forward, a chunk of whole groups at a time, autograd makes the gradient
+of each log-probability, and the chunk's exponentials those of the inputs as in `fused_linear_ce.py`: three products.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,11 +51,10 @@ def fused_linear_preference_reference(
     token_weight: Tensor | None = None, nll_weight: Tensor | None = None, group_weight: Tensor | None = None,
     loss_type: str = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0, simpo_gamma: float = 0.0,
     discopop_tau: float = 0.05, f_divergence_type: str = "reverse_kl", f_divergence_coef: float = 0.5,
-    ignore_index: int = -100, **options: Any,
+    ignore_index: int = -100, **linear: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     terms = PreferenceTerms.of(locals())
-    options["ignore_index"] = ignore_index
-    logprobs, entropy = linear_logprobs_reference(input, linear_weight, target, **options)
+    logprobs, entropy = linear_logprobs_reference(input, linear_weight, target, ignore_index=ignore_index, **linear)
     return terms.loss(logprobs, target.long() != ignore_index), logprobs.detach(), entropy.detach()
 
 

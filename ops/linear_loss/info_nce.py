@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._records import Make, linear_cost, linear_plan, linear_reference
+from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, rows_plan
 from llmk.ops.linear_loss.drivers.contrastive import ContrastiveCall, info_nce_bwd, info_nce_fwd, stores_products
 from llmk.registry import Cost, Sample, public_op
 
@@ -115,7 +115,7 @@ def info_nce_plan(
     query: Tensor, key: Tensor, negatives: Tensor | None = None, *, chunk_size: int = 0, **options: Any
 ) -> str:
     stored = query.is_cpu or stores_products(query)
-    return linear_plan(query, _keys(key, negatives), chunk_size=chunk_size, stored=stored)
+    return rows_plan(query, _keys(key, negatives), chunk_size=chunk_size, matrices=int(stored))
 
 
 def _keys(key: Tensor, negatives: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import logsumexp_reference
-from llmk.ops.linear_loss._records import Make, linear_cost, linear_plan, logits_reference, one_rank
+from llmk.ops.linear_loss._records import Make, linear_cost, logits_reference, one_rank, rows_plan
 from llmk.ops.linear_loss.chunked import local_fields, with_shard
 from llmk.ops.linear_loss.drivers.logprobs import TopkCall, linear_topk_bwd, linear_topk_fwd
 from llmk.ops.linear_loss.head import DIFFERENTIABLE
@@ -89,7 +89,7 @@ def linear_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[
     workloads=linear_topk_workloads,
     sized=linear_topk_workload,
     cost=partial(linear_cost, reads=3, products=4),
-    plan=linear_plan,
+    plan=partial(rows_plan, matrices=1),
 )
 def linear_topk(
     input: Tensor,
