@@ -321,11 +321,6 @@ def resolve_num_sequences(num_sequences: int | None, name: str, sequence_values:
     return given if num_sequences is None else num_sequences
 
 
-def make_head(arguments: Mapping[str, Any]) -> Head:
-    """Return the projection of a function's arguments, on this rank of a `vocab_group`."""
-    return Head.of(arguments, **own_classes(arguments["linear_weight"], arguments.get("vocab_group")))
-
-
 def cross_entropy_sum(head: Head, target: Tensor, **options: Any) -> Tensor:
     """Return the cross entropy at temperature 1, summed over tokens, with options of `fused_linear_ce`."""
     head = head.without_scale()
@@ -360,7 +355,8 @@ class Batch:
         ids, support = arguments.get("sequence_ids"), arguments.get("support")
         order = resolve_pair_order(arguments["pair_order"], ids) if in_pairs else None
         check_batch(*(arguments[name] for name in (*BATCH, "ignore_index")))
-        head, target, outside = make_head(arguments), arguments["target"], {}
+        own = own_classes(arguments["linear_weight"], arguments.get("vocab_group"))
+        head, target, outside = Head.of(arguments, **own), arguments["target"], {}
         if support is not None:
             target, outside = _without_unsupported(head, target, support, ranks)
         sequences = make_sequences(head.input, target, head.ignore_index, ids, count, order, ranks)

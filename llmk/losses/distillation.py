@@ -325,10 +325,9 @@ def distill_topk(
         add_tail: Add the tail as a class.
         token_weights: Weight `[B, S]` of each token's divergence, by which the mean does not divide; 1 if None.
         num_items_in_batch: Denominator of both sums, a scalar; the tokens that count if None.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         group: As in `sft`.
-        vocab_group: As in `dpo`.
+        logits_dtype, vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metrics "entropy", "divergence" and, with `ce_weight`,

@@ -140,15 +140,9 @@ def grpo(
         support: The classes `[B, S, L]` that a sampler kept, which cut by top-k or top-p, as in
             `llmk.functional.linear_logprobs`: log-probabilities and entropies are over these alone, and those that are
             given have to be too. A token whose target is not among them does not count.
-        group: The ranks that have other sequences of the batch: a `torch.distributed.ProcessGroup`, its name or a
-            DeviceMesh of one dimension. Every rank makes the call and gets the loss and the metrics of the whole batch,
-            and the gradients of that one loss with respect to its own tensors; those of parameters have yet to be
-            summed over the ranks. Denominators that are given are those of all ranks. Not with "kl_cov" or
+        group, context_group, vocab_group: As in `dpo`. Neither of the first two goes with "kl_cov" or
             `top_entropy_quantile`, which order the tokens of the batch; "dr_grpo" and "constant" need
-            `max_completion_length`.
-        context_group: The ranks that have other tokens of the same sequences, likewise. What is one for each sequence
-            is the same on all of them, and a packed batch has the same number of sequences.
-        vocab_group: As in `dpo`.
+            `max_completion_length` with them.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and metrics under TRL's names; with `support` besides

@@ -46,10 +46,8 @@ def reinforce(
             "constant", as in `grpo`.
         num_items_in_batch: Denominator of "token", a scalar; the tokens that count if None.
         max_completion_length, num_sequences_in_batch, count_empty_sequences: As in `grpo`.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
-        sequence_ids, num_sequences, support, group, context_group: As in `grpo`.
-        vocab_group: As in `dpo`.
+        logits_dtype, sequence_ids, num_sequences, support, group, context_group, vocab_group: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy"; "outside_support" as in `grpo`.
@@ -89,10 +87,8 @@ def rloo(
         max_log_ratio: Clamp the logarithm of the ratio to this distance from 0, as in `grpo`.
         num_items_in_batch: Denominator of the mean over sequences, a scalar: the sequences of all batches of a step;
             those of this batch if None.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
-        sequence_ids, support, group, context_group: As in `grpo`.
-        vocab_group: As in `dpo`.
+        logits_dtype, sequence_ids, support, group, context_group, vocab_group: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names.
@@ -190,10 +186,8 @@ def ppo(
             "sequence_sum" or "constant", as in `grpo`.
         num_items_in_batch: Denominator of "token", a scalar; the tokens that count if None.
         max_completion_length, num_sequences_in_batch, count_empty_sequences: As in `grpo`.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
-        sequence_ids, num_sequences, support, group, context_group: As in `grpo`.
-        vocab_group: As in `dpo`.
+        logits_dtype, sequence_ids, num_sequences, support, group, context_group, vocab_group: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and metrics under TRL's names.

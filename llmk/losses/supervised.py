@@ -43,14 +43,9 @@ def sft(
         entropy_coef: Coefficient of the mean entropy over the tokens that count, which is subtracted from the loss: a
             positive one keeps the distribution wide.
         num_items_in_batch: Denominator of the sum, a scalar; the tokens that count if None, whatever their weights.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        group: The ranks that have other tokens of the batch, of the same sequences or of others: a
-            `torch.distributed.ProcessGroup`, its name or a DeviceMesh of one dimension. Every rank makes the call and
-            gets the loss and the metrics of the whole batch, and the gradients of that one loss with respect to its own
-            tensors; those of parameters have yet to be summed over the ranks. `num_items_in_batch` is the number of all
-            ranks.
-        vocab_group: As in `dpo`.
+        group: As in `dpo`, of ranks that have other tokens of the batch, of the same sequences or of others.
+        logits_dtype, vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy".
@@ -104,10 +99,8 @@ def dft(
     Args:
         input, linear_weight, target: As in `sft`.
         num_items_in_batch: Denominator, a scalar; the tokens that count if None.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        group: As in `sft`.
-        vocab_group: As in `dpo`.
+        logits_dtype, group, vocab_group: As in `sft`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy".

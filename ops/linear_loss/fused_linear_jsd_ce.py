@@ -1,16 +1,8 @@
-r"""Distillation from hidden states together with the cross entropy of the student: one pass over its logits.
+"""Distillation from hidden states together with the cross entropy of the student: one pass over its logits.
 
-Sources: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, https://arxiv.org/abs/1503.02531, for the
-sum of the two; those of `fused_linear_jsd.py` for the divergence and for making the gradients in the forward pass.
-
-    loss = mean of divergence(softmax(z / T), softmax(z' / T)) + ce_weight * mean of -log softmax(z)[label]
-
-with z the student's logits, z' the teacher's. A chunk's logits are those of `fused_linear_jsd`; one pass more over the
-student's gives the maximum and the sum at temperature 1, and the gradient
-
-    dz = that of the divergence + ce_weight / tokens * (softmax(z) - onehot(label))
-
-is written in one pass, so that both have one dx, one dW and one db between them.
+It is `fused_linear_distill` with one teacher, whose file has the sources and the math, for a vocabulary that may be
+sharded: the cross entropy takes one pass more over the student's logits, and both have one dx, one dW and one db
+between them.
 """
 
 from collections.abc import Iterator

@@ -101,19 +101,10 @@ def vocab_parallel_linear_ce(
         target: Class indices `[...]` among all classes, int64 or int32; the same on all ranks.
         linear_bias: `[V]`, dtype of `input`, of this rank's classes.
         weight: `[num_classes]`, a weight for each of all classes, the same on all ranks; None for 1.
-        ignore_index: Rows with this target have loss 0 and gradient 0, and do not count in the mean, whatever their
-            logits are.
-        reduction: "none", "sum", or "mean": the sum over the rows divided by the sum of their targets' weights.
-        label_smoothing: Probability, 0 to 1, that the target spreads evenly over all classes.
-        softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
-        z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off. It has no class
-            weight, but the mean divides the whole sum by the weights, where Liger divides z_loss by the number of rows.
+        ignore_index, reduction, label_smoothing, softcap, z_loss: As in `fused_linear_ce`.
         chunk_size: As in `fused_linear_ce`; 0 chooses for `num_classes` divided by the number of ranks.
-        vocab_start: The class of the first row of `linear_weight`.
-        num_classes: Number of classes of all ranks together; 0 without a group: those of `linear_weight`.
-        group_name: The `group_name` of a `torch.distributed.ProcessGroup`; "" is one rank, which has all classes.
-        logits_dtype: As in `fused_linear_ce`.
-        skip_ignored: As in `fused_linear_ce`.
+        vocab_start, num_classes, group_name: As in `linear_logprobs`.
+        logits_dtype, skip_ignored: As in `fused_linear_ce`.
 
     Returns:
         float32, the same bits on all ranks: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
