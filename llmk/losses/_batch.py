@@ -323,12 +323,10 @@ def resolve_num_sequences(num_sequences: int | None, name: str, sequence_values:
 
 def cross_entropy_sum(head: Head, target: Tensor, **options: Any) -> Tensor:
     """Return the cross entropy at temperature 1, summed over tokens, with options of `fused_linear_ce`."""
-    head = head.without_scale()
-    if head.group_name:
-        given = head.arguments(without=("temperature", "logit_scale"))
-        return vocab_parallel_linear_ce(target=target, reduction="sum", **given, **options)
-    given = head.arguments(without=("temperature", "logit_scale", *VocabSlice.__annotations__))
-    return fused_linear_ce(target=target, reduction="sum", **given, **options)
+    without, operator = ("temperature", "logit_scale"), vocab_parallel_linear_ce
+    if not head.group_name:
+        without, operator = (*without, *VocabSlice.__annotations__), fused_linear_ce
+    return operator(target=target, reduction="sum", **head.arguments(without), **options)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def distill(
         metrics = {"divergence": divergences.sum()} | ({"nll_loss": nll} if ce_weight > 0 else {})
         terms = () if is_one else divergences.unbind()
         return loss, metrics | {f"divergence/teacher_{i}": term for i, term in enumerate(terms)}
-    options |= teachers.only() | head.without_scale().arguments(without=("logit_scale",))
+    options |= teachers.only() | head.arguments(without=("logit_scale",))
     if ce_weight == 0.0:
         loss = means.whole(fused_linear_jsd(**options))
         return loss, {"divergence": loss.detach()}
@@ -156,7 +156,7 @@ def _of_several(
         ones = torch.ones(len(teachers[0]) + len(topk[0]), dtype=torch.float32, device=batch.target.device)
         weight = (ones if weight is None else weight.float()) * means.ratio()
         means = replace(means, share=means.nll_share)
-    head = batch.head.without_scale().arguments(without=("logit_scale", *VocabSlice.__annotations__))
+    head = batch.head.arguments(without=("logit_scale", *VocabSlice.__annotations__))
     weight = None if weight is None else weight.detach()
     parts = fused_linear_distill(teacher_weight=weight, **teachers._asdict(), **topk._asdict(), **options, **head)
     return (means.whole(part) for part in parts)
