@@ -186,13 +186,11 @@ def grpo(
     check_between("top_entropy_quantile", top_entropy_quantile, 0.0, 1.0)
     if loss_type == "gmpo" and top_entropy_quantile != 1.0:
         raise ValueError(f"top_entropy_quantile: expected 1 with loss_type 'gmpo', got {top_entropy_quantile}")
-    advantages = without_last_axis(advantages)
-    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
+    batch, advantages = policy_batch(arguments)
     sequences = batch.sequences
     if sequences.ranks.tokens and (loss_type == "kl_cov" or top_entropy_quantile != 1.0):
         name = "group" if sequences.ranks.sequences else "context_group"
         raise ValueError(f"{name}: expected None with 'kl_cov' or top_entropy_quantile, which order the batch's tokens")
-    check_advantages(advantages, sequences)
     for name, value in (
         ("old_per_token_logps", old_per_token_logps),
         ("ref_per_token_logps", ref_per_token_logps),
@@ -288,21 +286,21 @@ class _LateWeights(FromArguments):
         return replace(terms, token_weight=weight, entropy_weight=entropy_weight)
 
 
-def without_last_axis(advantages: Tensor) -> Tensor:
-    """Squeeze TRL's `[B, 1]`, one for each sequence, to `[B]`."""
-    per_sequence = isinstance(advantages, Tensor) and advantages.dim() == 2 and advantages.shape[1] == 1
-    return advantages[:, 0] if per_sequence else advantages
-
-
-def check_advantages(advantages: Tensor, sequences: Sequences) -> None:
-    """Check advantages of shape `[B]`, one for each sequence, or `[B, S]`."""
+def policy_batch(arguments: dict[str, Any]) -> tuple[Batch, Tensor]:
+    """Return the batch, and the advantages, `[B]`, one for each sequence, or `[B, S]`; TRL's `[B, 1]` are `[B]`."""
+    advantages = arguments["advantages"]
+    if isinstance(advantages, Tensor) and advantages.dim() == 2 and advantages.shape[1] == 1:
+        advantages = advantages[:, 0]
+    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
+    slots, mask = batch.sequences.slots, batch.sequences.mask
     if isinstance(advantages, Tensor) and advantages.dim() == 1:
-        check_per_sequence("advantages", advantages, sequences.slots, sequences.mask)
-        return
-    if isinstance(advantages, Tensor) and advantages.shape != sequences.mask.shape:
-        expected = f"({sequences.slots},) (one for each sequence) or {tuple(sequences.mask.shape)} (that of target)"
+        check_per_sequence("advantages", advantages, slots, mask)
+        return batch, advantages
+    if isinstance(advantages, Tensor) and advantages.shape != mask.shape:
+        expected = f"({slots},) (one for each sequence) or {tuple(mask.shape)} (that of target)"
         raise ValueError(f"advantages: expected shape {expected}, got {tuple(advantages.shape)}")
-    check_per_token("advantages", advantages, sequences.mask)
+    check_per_token("advantages", advantages, mask)
+    return batch, advantages
 
 
 def per_token(values: Tensor, sequences: Sequences) -> Tensor:

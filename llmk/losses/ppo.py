@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from llmk.losses._batch import (
-    Batch,
     Sequences,
     VocabGroup,
     check_between,
@@ -18,7 +17,7 @@ from llmk.losses._batch import (
 )
 from llmk.losses._policy import AGGREGATIONS, aggregation_weights, ratio_level
 from llmk.losses._sampling import masked_max, masked_min
-from llmk.losses.grpo import check_advantages, grpo, per_token, without_last_axis
+from llmk.losses.grpo import grpo, per_token, policy_batch
 from llmk.ops.linear_loss.fused_linear_policy import check_policy_options
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms, bounded
 from llmk.registry import check_not_negative, check_option, from_arguments, with_arguments
@@ -105,8 +104,7 @@ def rloo(
     options = from_arguments(PolicyOptions, arguments, importance_sampling_level="sequence_sum", epsilon_high=high)
     check_policy_options(options)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    advantages = without_last_axis(advantages)
-    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
+    batch, advantages = policy_batch(arguments)
     sequences, ranks = batch.sequences, batch.sequences.ranks
     check_per_sequence("advantages", advantages, sequences.slots, batch.target)
     if old_logps is not None:
@@ -207,10 +205,8 @@ def ppo(
     check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
     options = from_arguments(PolicyOptions, arguments, epsilon=cliprange, epsilon_high=cliprange)
     check_policy_options(options)
-    advantages = without_last_axis(advantages)
-    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
+    batch, advantages = policy_batch(arguments)
     sequences = batch.sequences
-    check_advantages(advantages, sequences)
     if old_per_token_logps is not None:
         check_per_token("old_per_token_logps", old_per_token_logps, batch.target)
     _check_values(values, old_values, returns, batch.target)
