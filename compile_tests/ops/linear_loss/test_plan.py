@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from llmk.ops.linear_loss.rows._tiles import GRADIENT_TILES, gradient_cost
 from llmk.ops.linear_loss.rows.plan import (
     GROUP_BUDGET,
     MOST_CHUNKS,
@@ -15,6 +14,7 @@ from llmk.ops.linear_loss.rows.plan import (
     memory,
     plan,
 )
+from llmk.ops.linear_loss.rows.tiles import GRADIENT_TILES, gradient_cost
 from llmk.registry import cdiv
 
 SHAPES = [

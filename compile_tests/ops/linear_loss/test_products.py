@@ -13,7 +13,7 @@ from llmk.opcheck import check
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.rows import products
-from llmk.ops.linear_loss.rows._classes import Numbering
+from llmk.ops.linear_loss.rows.classes import Numbering
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
 from llmk.ops.linear_loss.rows.plan import Plan
 from llmk.ops.linear_loss.rows.products import Rows, Weights

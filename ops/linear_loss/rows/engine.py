@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens
-from llmk.ops.linear_loss.rows._classes import Classes, Numbering
+from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.plan import Plan
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE
 from llmk.ops.linear_loss.rows.projection import (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard, gather_rows, ordered
 from llmk.ops.linear_loss.rows import products
-from llmk.ops.linear_loss.rows._classes import Classes, Numbering, largest_over_ranks
+from llmk.ops.linear_loss.rows.classes import Classes, Numbering, largest_over_ranks
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, OwnClasses, Rows, Weights
 from llmk.ops.linear_loss.rows.softmax import RowGradients, Statistics, relative_to, with_classes
 from llmk.registry import cdiv
