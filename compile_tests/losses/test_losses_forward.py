@@ -10,12 +10,12 @@ import torch
 from compile_tests.helpers.loss_references import batch
 from llmk import losses
 from llmk.functional import fused_linear_preference
+from llmk.ops.linear_loss.chunked import plan
 from llmk.ops.linear_loss.fused_linear_preference import PreferenceCall
 from llmk.ops.linear_loss.kernels import KERNELS
 from llmk.ops.linear_loss.objectives.policy import LOSSES as POLICY_LOSSES
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
 from llmk.ops.linear_loss.objectives.preference import LOSSES
-from llmk.ops.linear_loss.rows import plan
 from llmk.registry import gradient_of
 
 

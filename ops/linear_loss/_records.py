@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss.chunked import product_flops
-from llmk.ops.linear_loss.rows.plan import described, kept_rows
+from llmk.ops.linear_loss.chunked.plan import described, kept_rows
 from llmk.registry import Cost, Sample
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, LinearCall
+from llmk.ops.linear_loss.chunked.plan import Plan, kept_rows
 from llmk.ops.linear_loss.drivers.distillation_call import DistillationCall
 from llmk.ops.linear_loss.kernels import Implementation
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
-from llmk.ops.linear_loss.rows.plan import Plan, kept_rows
 from llmk.ops.linear_loss.rows.products import Weights
 from llmk.ops.linear_loss.rows.projection import ALIGNED, Gradients, Projection, projection_of
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import cdiv
 from llmk.registry.devices import kernels_on_cpu
 

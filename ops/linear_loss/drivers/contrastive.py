@@ -17,13 +17,13 @@ from torch import Tensor
 
 from llmk.ops.common.collectives import gather_from_ranks, sum_over_ranks
 from llmk.ops.linear_loss.chunked import CompactedTokens
+from llmk.ops.linear_loss.chunked.plan import plan
 from llmk.ops.linear_loss.head import check_chunk_size, check_temperature
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation, LossGradients, Products, Similarities
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.logits import Block, LogitRows, float16_scale, largest, scaled
-from llmk.ops.linear_loss.rows.plan import plan
 from llmk.ops.linear_loss.rows.products import Weights
 from llmk.ops.linear_loss.rows.projection import Gradients, projection_of
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import (
     CallOp,
     FromArguments,

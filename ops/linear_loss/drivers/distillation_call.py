@@ -8,11 +8,11 @@ from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, LinearCall
 from llmk.ops.linear_loss.kernels import Implementation, Softmaxes
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.objectives.topk_divergence import topk_divergence
 from llmk.ops.linear_loss.rows.logits import LogitRows, largest
 from llmk.ops.linear_loss.rows.products import Weights
 from llmk.ops.linear_loss.rows.projection import projection_of
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.ops.loss.divergence_math import Mixture
 
 MOST_CLASSES = 1024

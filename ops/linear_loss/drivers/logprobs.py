@@ -23,15 +23,15 @@ from llmk.ops.linear_loss.chunked import (
     recomputing_op,
     with_shard,
 )
+from llmk.ops.linear_loss.chunked.plan import Plan, fits
 from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gradients_of
 from llmk.ops.linear_loss.head import DIFFERENTIABLE
 from llmk.ops.linear_loss.kernels import MAX_K, Candidates, Implementation
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows, first_pass, in_forward, second_pass
 from llmk.ops.linear_loss.rows.logits import LogitRows
-from llmk.ops.linear_loss.rows.plan import Plan, fits
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, Statistics
 from llmk.ops.linear_loss.rows.support import MOST_SUPPORT, check_support_ids
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import (
     PARTIAL,
     REPLICATE,

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens
+from llmk.ops.linear_loss.chunked.plan import Plan
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.classes import Classes, Numbering
-from llmk.ops.linear_loss.rows.plan import Plan
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE
 from llmk.ops.linear_loss.rows.projection import (
     LARGEST_EXPONENT,
@@ -43,7 +44,6 @@ from llmk.ops.linear_loss.rows.softmax import (
     row_results,
 )
 from llmk.ops.linear_loss.rows.support import Support
-from llmk.ops.linear_loss.rows.transform import Transform
 
 
 class Objective(Protocol):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens
-from llmk.ops.linear_loss.rows.plan import Plan
+from llmk.ops.linear_loss.chunked.plan import Plan
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE
 from llmk.ops.linear_loss.rows.projection import LARGEST_EXPONENT, Gradients, Projection, RowMatrix, Span, matrix
 

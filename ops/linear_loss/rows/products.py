@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llmk.ops.linear_loss.kernels.tiles import gradient_tile, listed_tile, logits_tile
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows._products_kernels import (
     bias_gradient_kernel,
     classes_kernel,
@@ -37,8 +39,6 @@ from llmk.ops.linear_loss.rows._products_kernels import (
 )
 from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients
-from llmk.ops.linear_loss.rows.tiles import gradient_tile, listed_tile, logits_tile
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import cdiv, empty, next_power_of_2, num_programs, wrap_triton
 from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import describable, descriptor
