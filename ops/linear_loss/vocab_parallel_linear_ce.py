@@ -20,7 +20,6 @@ All ranks make the same chunks, by the classes that a rank has on average: each 
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +28,6 @@ from llmk.ops.linear_loss._records import Make, linear_cost, one_rank, token_res
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce_reference, fused_linear_ce_samples
 from llmk.registry import Sample, public_op
-
-
-@one_rank
-def vocab_parallel_linear_ce_reference(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Tensor:
-    """The loss on one rank that has all classes."""
-    return fused_linear_ce_reference(input, linear_weight, target, **options)
-
 
 KERNEL_OPS = CrossEntropyOps("vocab_parallel_linear_ce")
 
@@ -60,7 +52,7 @@ def vocab_parallel_linear_ce_workloads(device: torch.device, dtype: torch.dtype)
 
 
 @public_op(
-    reference=vocab_parallel_linear_ce_reference,
+    reference=one_rank(fused_linear_ce_reference),
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=KERNEL_OPS.kernel_ops,
     samples=vocab_parallel_linear_ce_samples,
