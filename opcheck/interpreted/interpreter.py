@@ -221,12 +221,15 @@ def _tell(what: str, words: str) -> None:
 
 
 def _watching_launch(original: Any) -> Any:
-    def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+    def launch(executor: Any, *given: Any, **named_given: Any) -> None:
         signature = inspect.signature(executor.fn)
-        bound = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
-        named = {name: value for name, value in bound.arguments.items() if isinstance(value, Tensor)}
-        if not all(has_numbers(tensor) for tensor in named.values()):
+        named_given = {name: value for name, value in named_given.items() if name in signature.parameters}
+        tensors = [value for value in (*given, *named_given.values()) if isinstance(value, Tensor)]
+        if not all(map(has_numbers, tensors)):
             return  # as a launch on a GPU does nothing while a fake tensor stands for its result
+        args, kwargs = executor._init_args_hst(given, named_given)  # a GPU's tensors are copied, a CPU's are the same
+        bound = signature.bind_partial(*args, **kwargs)
+        named = {name: value for name, value in bound.arguments.items() if isinstance(value, Tensor)}
 
         def run(order: Callable[[int, int], int] = _in_order) -> _Launch:
             global _launch
@@ -251,6 +254,7 @@ def _watching_launch(original: Any) -> Any:
                 _tell("races" if is_race else "reordered_sums", f"{executor.fn.__name__}: {words}")
         else:
             run()
+        executor._restore_args_dev(given, args, named_given, kwargs)
 
     return launch
 
