@@ -7,6 +7,7 @@ Options that are not given are taken from `[tool.llmk.opcheck]` in the pyproject
 import argparse
 import dataclasses
 import faulthandler
+import importlib.metadata
 import inspect
 import os
 import sys
@@ -34,6 +35,7 @@ from llmk.opcheck.search.search import searches
 from llmk.opcheck.settings import words_of_table
 from llmk.registry import Op
 from llmk.registry.devices import INTERPRET
+from llmk.registry.private.kernels import TRITON, check_interpreter
 
 UNITS_A_JOB = 4
 TIMEOUT = 1800
@@ -280,9 +282,18 @@ def paths(options: argparse.Namespace, name: str) -> list[str]:
         return [PATHS[options.path]]
     if options.device.type == "cpu":
         return [PATHS["reference"], PATHS["interpreter"]]
-    left_out = options.search or (is_own(name) and options.path is None)
+    left_out = options.search or (is_own(name) and options.path is None) or not_interpretable()
     asked = promises_for(options.device, options.only, options.skip or (), PATHS["interpreter"])
     return [PATHS["gpu"]] if left_out or not asked else [PATHS["gpu"], PATHS["interpreter"]]
+
+
+def not_interpretable() -> str:
+    """Return why Triton's interpreter does not run with the packages at hand; empty where it does."""
+    try:
+        check_interpreter(TRITON, importlib.metadata.version("numpy"))
+    except ImportError as error:  # numpy may be missing
+        return str(error)
+    return ""
 
 
 def call_here(options: argparse.Namespace) -> None:
@@ -441,6 +452,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(results))
     for line in (*notes(results), *unused(results, entries)):
         print(line)
+    if options.device.type != "cpu" and not_interpretable():
+        print(f"kernels were not interpreted: {not_interpretable()}")
     for cause in causes(results):
         print(f"\n{cause}")
     for result in results if options.search else ():

@@ -10,7 +10,7 @@ import torch
 from compile_tests.helpers.mutants_gpu import BROKEN_ON_A_GPU
 from llmk.opcheck import check
 from llmk.opcheck import runner as opcheck_runner
-from llmk.opcheck.__main__ import paths
+from llmk.opcheck.__main__ import not_interpretable, paths
 from llmk.opcheck.inputs import BrokenPromise
 from llmk.opcheck.processes import Unit, check_in_process
 from llmk.opcheck.promises import gpu as gpu_promises
@@ -85,7 +85,7 @@ def test_other_inputs_are_the_same_rows() -> None:
     assert sample.kwargs["weight"].tolist() == [1.0, 0.5]
 
 
-def test_a_gpus_kernels_are_interpreted_for_what_is_asked_of_their_code() -> None:
+def test_a_gpus_kernels_are_interpreted_for_what_is_asked_of_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(name: str = "my_ops.py", path: str | None = None, **asked: Any) -> list[str]:
         given = {"device": CUDA, "search": None, "only": None, "skip": None} | asked
         return paths(SimpleNamespace(path=path, **given), name)  # type: ignore[arg-type]
@@ -98,6 +98,10 @@ def test_a_gpus_kernels_are_interpreted_for_what_is_asked_of_their_code() -> Non
     assert chosen("add") == chosen(search=9) == chosen(only=["no_alias"]) == chosen(path="gpu") == both[:1]
     assert chosen(path="interpreter") == chosen(path="interpreter", search=9) == both[1:]
     assert chosen(device=CPU, only=["no_alias"]) == ["reference", "interpreter"]
+    monkeypatch.setattr("llmk.opcheck.__main__.TRITON", (3, 6))
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.4.0")
+    assert chosen() == both[:1]
+    assert "expects numpy<2.4, got numpy 2.4.0" in not_interpretable()
 
 
 def test_a_lost_gpu_ends_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
