@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.library import wrap_triton
 
 from compile_tests.helpers.mutants_kernels import (
     BROKEN_KERNELS,
@@ -57,6 +58,12 @@ def test_the_promises_of_kernels_share_their_launches(monkeypatch: pytest.Monkey
     results = check(op, only=[*SHARING, "every_kernel_ends"])
     assert {result.verdict for result in results} == {"kept"}, results
     assert len(calls) == len(op.dtypes) * len(list(op.samples(torch.device("cpu"), torch.float32)))
+
+
+def test_an_operator_may_launch_what_is_interpreted() -> None:
+    """Older releases of torch take no kernel of the interpreter's class."""
+    kernel = object()
+    assert wrap_triton(kernel) is kernel
 
 
 @pytest.fixture

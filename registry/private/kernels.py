@@ -60,9 +60,22 @@ def _mend_interpreter() -> None:
         find(name)._convert_float = _exact_bfloat16(convert, modes.RTNE, *dtypes)
 
 
+def _launchable(triton_kernel: Any, /) -> Any:
+    return triton_kernel
+
+
+def _mend_wrap_triton() -> None:
+    """Let an operator's launches be interpreted: `torch.library.wrap_triton` of older releases refuses the kernels.
+
+    Modules hold that function under names of their own, so it is given other code.
+    """
+    find("torch.library.wrap_triton").__code__ = _launchable.__code__
+
+
 if INTERPRET:
     check_interpreter(TRITON, importlib.metadata.version("numpy"))
     _mend_interpreter()
+    _mend_wrap_triton()
 
 drivers: Any = find("triton.runtime.driver.driver")
 """Its `active` is the driver of the GPU."""
