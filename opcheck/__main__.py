@@ -329,8 +329,7 @@ def check_here(options: argparse.Namespace) -> None:
             for result in results:
                 journal.note_result(result)
     except DeviceLost as error:
-        print(error, file=sys.stderr, flush=True)
-        os._exit(1)  # at its own end Python would call the GPU
+        raise SystemExit(str(error)) from None
     faulthandler.cancel_dump_traceback_later()
     journal.note_end()
 

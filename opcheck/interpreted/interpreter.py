@@ -19,6 +19,7 @@ from torch import Tensor
 from llmk.opcheck.inputs import MEMORY, BrokenPromise
 from llmk.opcheck.interpreted.loops import MOST_TURNS, counting_turns, turns
 from llmk.opcheck.interpreted.offsets import NUMBER, PRODUCT, PROGRAM, origins_of, traced, typed_range
+from llmk.registry.private.kernels import copied_to_host, copy_back
 from llmk.registry.private.kernels import interpreter as find_interpreter
 from llmk.registry.private.tensors import has_numbers
 
@@ -227,7 +228,7 @@ def _watching_launch(original: Any) -> Any:
         tensors = [value for value in (*given, *named_given.values()) if isinstance(value, Tensor)]
         if not all(map(has_numbers, tensors)):
             return  # as a launch on a GPU does nothing while a fake tensor stands for its result
-        args, kwargs = executor._init_args_hst(given, named_given)  # a GPU's tensors are copied, a CPU's are the same
+        args, kwargs = copied_to_host(executor, given, named_given)  # of a CPU's tensors the memory is the same
         bound = signature.bind_partial(*args, **kwargs)
         named = {name: value for name, value in bound.arguments.items() if isinstance(value, Tensor)}
 
@@ -254,7 +255,7 @@ def _watching_launch(original: Any) -> Any:
                 _tell("races" if is_race else "reordered_sums", f"{executor.fn.__name__}: {words}")
         else:
             run()
-        executor._restore_args_dev(given, args, named_given, kwargs)
+        copy_back(executor, given, args, named_given, kwargs)
 
     return launch
 
