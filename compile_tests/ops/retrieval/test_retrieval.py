@@ -193,8 +193,8 @@ def test_splade_head(dtype: torch.dtype, compiled: bool, device: torch.device) -
     x, weight, bias = (t.to(device, dtype).requires_grad_() for t in (normal(3, 70, 12), normal(9, 12), normal(9)))
     mask = first(lengths, device)
 
-    def ours(*tensors: Tensor) -> Tensor:
-        return splade_head(*tensors, mask=mask)
+    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return splade_head(x, weight, bias, mask=mask)
 
     require_same(run(ours, compiled), lambda *tensors: weights_of_classes(*tensors, lengths), [x, weight, bias])
 
