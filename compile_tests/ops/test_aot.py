@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -22,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from compile_tests.helpers import aot
 from compile_tests.helpers.uniform_registers import undefined_descriptors
 from llmk import functional
-from llmk.registry import OPS
+from llmk.registry import OPS, jit
 from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import Launch, record_launches
 from llmk.registry.private.tensors import FakeTensorMode
@@ -235,17 +236,24 @@ def test_samples_and_workloads_reach_every_kernel(build: str) -> None:
     assert kernels == launched
 
 
-def _record(*args: object) -> Launch:
-    from llmk.ops.common.scaling import scale_kernel
+@jit
+def times_kernel(x_ptr, factor_ptr, y_ptr, N, NEGATE: tl.constexpr, BLOCK_N: tl.constexpr):
+    factor = tl.load(factor_ptr)
+    for start in tl.range(0, N, BLOCK_N, num_stages=3):  # pyright: ignore[reportGeneralTypeIssues]
+        offsets = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + offsets, mask=offsets < N, other=0.0)
+        tl.store(y_ptr + offsets, -x * factor if NEGATE else x * factor, mask=offsets < N)
 
-    return Launch(scale_kernel, (1,), args, {"IN_PLACE": False, "BLOCK_N": 128, "num_warps": 2})
+
+def _record(*args: object) -> Launch:
+    return Launch(times_kernel, (1,), args, {"NEGATE": False, "BLOCK_N": 128, "num_warps": 2})
 
 
 def test_launches_are_specialized_as_the_jit_does() -> None:
     x, y = torch.empty(64), torch.empty(64, dtype=torch.bfloat16)
     source = aot.specialize(_record(x, None, y[1:], 1), aot.TARGETS["sm_90"]).source
-    types = {"x_ptr": "*fp32", "grad_ptr": "constexpr", "y_ptr": "*bf16"}
-    assert source.signature == types | {"N": "constexpr", "IN_PLACE": "constexpr", "BLOCK_N": "constexpr"}
+    types = {"x_ptr": "*fp32", "factor_ptr": "constexpr", "y_ptr": "*bf16"}
+    assert source.signature == types | {"N": "constexpr", "NEGATE": "constexpr", "BLOCK_N": "constexpr"}
     assert source.constants == {(1,): None, (3,): 1, (4,): False, (5,): 128}
     aligned = {index for (index,), attributes in source.attrs.items() if ["tt.divisibility", 16] in attributes}
     assert aligned == {0}  # y[1:] starts at 2 bytes
@@ -265,7 +273,7 @@ def test_double_precision_and_spills_are_seen() -> None:
     registers, spilled = aot.resource_usage(compiled)
     assert 0 < registers <= 255
     assert spilled == 0
-    options = {"IN_PLACE": False, "BLOCK_N": 8192, "num_warps": 1, "maxnreg": 24}
+    options = {"NEGATE": False, "BLOCK_N": 8192, "num_warps": 1, "maxnreg": 24}
     few = Launch(_record().kernel, (1,), (x, scalar, x, 64), options)
     assert aot.resource_usage(_compile(few, "sm_90"))[1] > 0
 

@@ -55,6 +55,34 @@ def test_zero_is_zero_as_in_pytorch(name: str, device: torch.device) -> None:
                 assert not wrong.any(), f"{sample}, {value} comes in: {int(wrong.sum())} of the gradient of {of}"
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("value", EXTREMES[1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["fused_linear_ce", "fused_linear_ce_metrics", "vocab_parallel_linear_ce"])
+def test_a_token_that_is_sure_counts(name: str, dtype: torch.dtype, value: float, device: torch.device) -> None:
+    """Its gradient is 0 where its class has probability 1 in float32: what comes in is multiplied with it all the same.
+
+    A token that does not count has a gradient of 0 beside it, and all have one where none does.
+    """
+    weight = torch.zeros(33, 8, device=device, dtype=dtype)
+    weight[3] = 100.0
+    x = torch.ones(5, 8, device=device, dtype=dtype)
+    target = torch.full((5,), 3, device=device)
+    target[1::2] = -100
+    for labels in (target, target.int(), torch.full_like(target, -100)):
+        inputs = x.clone().requires_grad_(), weight.clone().requires_grad_(), torch.zeros_like(weight[:, 0])
+        inputs[2].requires_grad_()
+        loss = getattr(torch.ops.llmk, name)(*inputs[:2], labels, linear_bias=inputs[2], reduction="sum")
+        loss = loss if isinstance(loss, Tensor) else loss[0]
+        assert not torch.autograd.grad(loss, inputs, retain_graph=True)[0].any()
+        dx, *of_weights = torch.autograd.grad(loss, inputs, torch.full_like(loss, value))
+        counts = labels != -100
+        assert not dx[counts].isfinite().any()
+        assert not dx[~counts].any()
+        for gradient in of_weights:
+            assert not gradient.isfinite().any() if counts.any() else not gradient.any()
+
+
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("lengths", [[3, 2, 4, 1], [0, 0, 0, 0]], ids=["some tokens", "no token"])
 def test_losses(name: str, lengths: list[int], device: torch.device) -> None:

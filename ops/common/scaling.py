@@ -3,8 +3,9 @@
 In eager mode, where a backward pass is the last to read what was saved, the gradients are scaled where they are: they
 are then in memory once, and where the factor is 1, as of most losses, nothing is done at all.
 
-A gradient that is 0 stays 0, whatever comes in: one of 0 is what nothing depends on, such as a token that does not
-count, and autograd's formulas leave that out instead of multiplying it. A mean over no token comes in as 1 / 0.
+A factor that is infinite or NaN multiplies the gradients of what counts alone, as in autograd's formulas, which leave a
+token that does not count out: a mean over no token comes in as 1 / 0. Labels say which tokens count, and without labels
+those whose gradient is not 0.
 """
 
 from typing import Any
@@ -13,7 +14,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import PARTIAL, REPLICATE, KernelOp, axes, cdiv, empty, grid_cap, jit, num_programs, wrap_triton
+from llmk.registry import (
+    PARTIAL,
+    REPLICATE,
+    KernelOp,
+    axes,
+    cdiv,
+    empty,
+    grid_cap,
+    jit,
+    num_programs,
+    row_axes,
+    wrap_triton,
+)
 from llmk.registry.devices import kernel_context, runs_kernels
 from llmk.registry.eager.bypass import is_plain_eager, takes_fast_path
 from llmk.registry.private.modes import graph_is_kept, saved_tensors_are_hooked
@@ -25,29 +38,59 @@ where it is not 1 both take 0.56, but from float32 these 0.79 instead of 0.74.""
 
 
 @jit
-def scale_kernel(x_ptr, grad_ptr, y_ptr, N, IN_PLACE: tl.constexpr, BLOCK_N: tl.constexpr):
+def scale_kernel(
+    x_ptr, grad_ptr, labels_ptr, y_ptr, N, tokens, ignore_index,
+    OF_TOKENS: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     factor = tl.load(grad_ptr)
     if IN_PLACE:  # noqa: SIM102  Triton evaluates both sides of an `and`
         if factor == 1.0:
             return
-    step = tl.num_programs(0).to(tl.int64) * BLOCK_N
-    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK_N, N, step, num_stages=3):  # pyright: ignore[reportGeneralTypeIssues]
+    first, step = tl.program_id(0).to(tl.int64) * BLOCK_N, tl.num_programs(0).to(tl.int64) * BLOCK_N
+    if tl.abs(factor) < float("inf"):  # which multiplies what counts and what does not alike, that is 0
+        for start in tl.range(first, N, step, num_stages=3):  # pyright: ignore[reportGeneralTypeIssues]
+            offsets = start + tl.arange(0, BLOCK_N)
+            x = tl.load(x_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
+            tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=offsets < N)
+        return
+    counted = 0
+    if labels_ptr is not None and not OF_TOKENS:
+        for start in range(0, tokens, BLOCK_N):
+            offsets = start + tl.arange(0, BLOCK_N)
+            labels = tl.load(labels_ptr + offsets, mask=offsets < tokens, other=ignore_index).to(tl.int64)
+            counted += tl.sum((labels != ignore_index).to(tl.int32), axis=0)
+    for start in range(first, N, step):
         offsets = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
-        y = tl.where(x == 0.0, x, x * factor)
-        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=offsets < N)
+        counts = x != 0.0
+        if labels_ptr is not None:
+            counts = tl.full((BLOCK_N,), counted, tl.int32) > 0
+            if OF_TOKENS:
+                labels = tl.load(labels_ptr + offsets // (N // tokens), mask=offsets < N, other=ignore_index)
+                counts = labels.to(tl.int64) != ignore_index
+        tl.store(y_ptr + offsets, tl.where(counts, x * factor, x).to(y_ptr.dtype.element_ty), mask=offsets < N)
 
 
-def _launch(x: Tensor, grad: Tensor, y: Tensor, in_place: bool) -> None:
-    blocks = cdiv(x.numel(), 4096)
+def _launch(
+    x: Tensor, grad: Tensor, labels: Tensor | None, ignore_index: int, of_tokens: bool, y: Tensor, in_place: bool
+) -> None:
+    blocks, tokens = cdiv(x.numel(), 4096), 0 if labels is None else labels.numel()
     programs = grid_cap(blocks, num_programs(x.device, PROGRAMS)) if in_place else blocks
-    wrap_triton(scale_kernel)[(programs,)](x, grad, y, x.numel(), IN_PLACE=in_place, BLOCK_N=4096, num_warps=8)
+    wrap_triton(scale_kernel)[(programs,)](
+        x, grad, labels if labels is None else labels.contiguous(), y, x.numel(), tokens, ignore_index,
+        OF_TOKENS=of_tokens, IN_PLACE=in_place, BLOCK_N=4096, num_warps=8,
+    )  # fmt: skip
 
 
-def _scale(input: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """input * grad, a float32 scalar, rounded once to `dtype`; 0 where the input is."""
+def _scale(
+    input: Tensor, grad: Tensor, labels: Tensor | None, ignore_index: int, of_tokens: bool, dtype: torch.dtype
+) -> Tensor:
+    """input * grad, a float32 scalar, rounded once to `dtype`; the input where nothing counts.
+
+    Labels of tokens `[...]` say what counts: of gradients of tokens `[..., H]` theirs, of others any.
+    """
     y = empty(input.shape, dtype, input.device)
-    _launch(input, grad, y, in_place=False)
+    _launch(input, grad, labels, ignore_index, of_tokens, y, in_place=False)
     return y
 
 
@@ -55,46 +98,64 @@ def scale_op(name: str) -> KernelOp:
     """`_scale` as a kernel op of one operator's own."""
     scale = KernelOp(_scale, name=name, launch_cached=True)
     scale.register_kernel("cpu")(_scale_on_cpu)
-    scale.register_fake(lambda input, grad, dtype: input.new_empty(input.shape, dtype=dtype))
-    scale.register_sharding(lambda input, *_: [([split], [split, REPLICATE]) for split in (*axes(input), PARTIAL)])
+    scale.register_fake(lambda input, dtype: input.new_empty(input.shape, dtype=dtype))
+    scale.register_sharding(_scale_sharding)
     return scale
 
 
-def _scale_on_cpu(input: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale_on_cpu(
+    input: Tensor, grad: Tensor, labels: Tensor | None, ignore_index: int, of_tokens: bool, dtype: torch.dtype
+) -> Tensor:
     x = input.float()
-    return torch.where(x == 0, x, x * grad).to(dtype)
+    counts = x != 0 if labels is None else labels.long() != ignore_index
+    if labels is not None:
+        counts = counts.unsqueeze(-1) if of_tokens else counts.any()
+    return torch.where(counts, x * grad, x).to(dtype)
 
 
-def _scale_saved(op: KernelOp, saved: Tensor, grad: Tensor) -> Tensor:
-    """The same where `saved` is, which nobody reads again. A factor of 1 changes no bit of it."""
-    if not runs_kernels(op.name, saved):
-        return saved.copy_(_scale_on_cpu(saved, grad, saved.dtype))
-    with kernel_context(saved):
-        _launch(saved, grad, saved, in_place=True)
-    return saved
+def _scale_sharding(input: Any, labels: Any, of_tokens: bool) -> list[Any]:
+    """Return the ways to split: by tokens, by other axes, and sums over processes, of other tokens too."""
+    splits = [([axis], [axis, REPLICATE, axis if of_tokens else REPLICATE]) for axis in row_axes(input)]
+    splits += [([split], [split, REPLICATE, REPLICATE]) for split in (input.ndim - 1, PARTIAL)]
+    tokens = () if labels is None or of_tokens else axes(labels)
+    return splits + [([PARTIAL], [PARTIAL, REPLICATE, axis]) for axis in tokens]
 
 
-def save_gradients(ctx: Any, *gradients: Tensor) -> None:
-    """Save the gradients that `SavedGradients` scales, in a `setup_context`."""
+def save_gradients(ctx: Any, *gradients: Tensor, counted: tuple[Tensor | None, int] = (None, 0)) -> None:
+    """Save the gradients that `SavedGradients` scales, in a `setup_context`.
+
+    `counted` has the labels of tokens that say which count, and the one of those that do not.
+    """
     ctx.hooked = saved_tensors_are_hooked()
-    ctx.save_for_backward(*gradients)
+    labels, ctx.ignore_index = counted
+    ctx.save_for_backward(*gradients, labels)
 
 
 class SavedGradients:
     """The gradients that were saved, for a backward formula to scale by the incoming one."""
 
     def __init__(self, ctx: Any, grad: Tensor, scale: KernelOp) -> None:
-        self.gradients, self.grad, self.scale = ctx.saved_tensors, grad, scale
+        *self.gradients, self.labels = ctx.saved_tensors
+        self.grad, self.ignore_index, self.scale = grad, ctx.ignore_index, scale
         self.last = is_plain_eager() and not (torch.is_grad_enabled() or ctx.hooked or graph_is_kept())
 
-    def times(self, index: int, dtype: torch.dtype | None = None) -> Tensor:
+    def times(self, index: int, dtype: torch.dtype | None = None, *, of_tokens: bool = False) -> Tensor:
         """One of them, times the incoming gradient and rounded once to `dtype`, by default its own."""
         saved = self.gradients[index]
         dtype = saved.dtype if dtype is None else dtype
+        counted = self.labels, self.ignore_index, of_tokens
         if self.last and saved.dtype == dtype and takes_fast_path((saved, self.grad)):
             # It was an output of the forward pass: as it is, it would keep the graph alive as long as the gradient.
-            return _scale_saved(self.scale, saved.detach(), self.grad)
-        return self.scale(saved, self.grad, dtype)
+            return self._scaled_in_place(saved.detach(), counted)
+        return self.scale(saved, self.grad, *counted, dtype)
+
+    def _scaled_in_place(self, saved: Tensor, counted: tuple[Tensor | None, int, bool]) -> Tensor:
+        """The same where `saved` is, which nobody reads again. A factor of 1 changes no bit of it."""
+        if not runs_kernels(self.scale.name, saved):
+            return saved.copy_(_scale_on_cpu(saved, self.grad, *counted, saved.dtype))
+        with kernel_context(saved):
+            _launch(saved, self.grad, *counted, saved, in_place=True)
+        return saved
 
 
 def mean_of_all(total: Tensor, denominator: Tensor, weighted: bool) -> Tensor:

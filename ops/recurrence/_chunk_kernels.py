@@ -1,6 +1,6 @@
 """The recurrence in chunks, in Triton; the package's docstring has the formulas, and names are theirs.
 
-Three kernels make the forward pass, and two of them are repeated in the backward pass instead of keeping what they made.
+Three kernels make the forward pass; the backward pass repeats two of them instead of keeping what they made.
 A cast accumulator is never transposed for a product: some releases of Triton compute that wrongly on Hopper. Where one
 is needed transposed it is stored, and loaded by its strides in the next kernel; what was loaded is transposed in place.
 """

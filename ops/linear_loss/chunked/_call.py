@@ -38,6 +38,11 @@ class LinearCall(FromArguments):
         raise NotImplementedError
 
     @property
+    def counted_labels(self) -> tuple[Tensor | None, int]:
+        """Labels `[...]` of tokens, all of which count but those with an index; None where more decides on that."""
+        return None, 0
+
+    @property
     def token_tensors(self) -> tuple[str, ...]:
         """The names of the tensors with a row for each token, which may be None, and of lists of them."""
         raise NotImplementedError
@@ -223,19 +228,20 @@ class LinearOp(CallOp[C]):
 
     def save_gradients(self, ctx: Any, inputs: tuple[Any, ...], *gradients: Tensor) -> None:
         """Save the gradients that the forward pass made, in a `setup_context`."""
-        self._save_options(ctx, inputs)
-        save_gradients(ctx, *gradients)
+        call = self._save_options(ctx, inputs)
+        save_gradients(ctx, *gradients, counted=call.counted_labels)
 
     def scaled_gradients(self, ctx: Any, scale: KernelOp, grad: Tensor) -> Any:
         """Return the arguments' gradients in a backward formula: those saved, scaled by `scale`."""
         saved, (need_dx, need_dw, need_db) = SavedGradients(ctx, grad, scale), ctx.needs_input_grad[:3]
-        dx = saved.times(0, dx_dtype(ctx.dtype, ctx.shard)) if need_dx else None
+        dx = saved.times(0, dx_dtype(ctx.dtype, ctx.shard), of_tokens=True) if need_dx else None
         dw = saved.times(1, ctx.dtype) if need_dw else None
         return _argument_gradients(ctx, dx, dw, saved.times(2, ctx.dtype) if need_db else None)
 
-    def _save_options(self, ctx: Any, inputs: tuple[Any, ...]) -> None:
+    def _save_options(self, ctx: Any, inputs: tuple[Any, ...]) -> C:
         call, *_ = self.unpack(inputs)
         ctx.dtype, ctx.shard, ctx.arguments = call.input.dtype, call.shard, len(inputs)
+        return call
 
     def differentiate_by_scaling(self, scale: KernelOp) -> None:
         """Register the derivative of an op whose forward pass makes the gradients of input, weight and bias.

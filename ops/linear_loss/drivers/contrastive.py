@@ -262,7 +262,7 @@ def _backward(
         dquery if need_query else no_gradient(grad),
         or_no_gradient(dkey if need_key else None, grad),
         or_no_gradient(dnegatives if need_negatives else None, grad),
-        or_no_gradient(_scale_gradient(call, factor_grads, scale) if need_scale else None, grad),
+        or_no_gradient(_scale_gradient(call, factor_grads, scale), grad),
     )
 
 
@@ -284,10 +284,12 @@ def _bound(row_grads: Tensor, column_grads: Tensor | None, factor: Tensor) -> Te
     return bound * factor.abs().clamp(min=SMALLEST_FACTOR)
 
 
-def _scale_gradient(call: ContrastiveCall, parts: list[Tensor], scale: Tensor | None) -> Tensor:
-    """Return the gradient of the scale from the factor's in each block."""
-    assert call.scale is not None
-    total = torch.stack(parts).sum() / call.temperature
+def _scale_gradient(call: ContrastiveCall, parts: list[Tensor | None], scale: Tensor | None) -> Tensor | None:
+    """Return the gradient of the scale from the factor's in each block, None where that is not needed."""
+    found = [part for part in parts if part is not None]
+    if call.scale is None or not found:
+        return None
+    total = torch.stack(found).sum() / call.temperature
     return (total if scale is None else total / scale).to(call.scale.dtype).view(call.scale.shape)
 
 

@@ -63,6 +63,10 @@ class CrossEntropyCall(RowsCall):
         return self.target.long() != self.ignore_index  # int32 would wrap an index that it does not hold
 
     @property
+    def counted_labels(self) -> tuple[Tensor, int]:
+        return self.target, self.ignore_index
+
+    @property
     def transform(self) -> Transform:
         return Transform(softcap=self.softcap, rounded=self.rounds_logits)
 

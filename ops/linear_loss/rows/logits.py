@@ -61,7 +61,7 @@ class Block(NamedTuple):
     """A block of rows."""
 
     rows: slice
-    count: Tensor  # int32 [1], how many of them count
+    end: Tensor  # int32 [1], how many of them count
     logits: Tensor | None  # float32 [M, V], None where the plan has none
     gradient: Tensor | None  # [M, V], where to write that of the logits: over these if it is not to be added
 

@@ -417,11 +417,11 @@ class MatrixProjection:
     def from_exponentials(
         self, chunk: Chunk, e: Tensor, scale: Tensor, numbers: tuple[Tensor, Tensor, Tensor | None], p: Tensor
     ) -> None:
+        a, b, u = numbers
         e = e * scale.unsqueeze(-1)
-        a, b, u = (None if each is None else each.unsqueeze(-1) for each in numbers)
-        value = torch.where(e > 0, e * (a + b * e.log()), e * a)
+        value = torch.where(e > 0, e * (a.unsqueeze(-1) + b.unsqueeze(-1) * e.log()), e * a.unsqueeze(-1))
         if u is not None and self.weights.class_weight is not None:
-            value += u * self.weights.class_weight.float()
+            value += u.unsqueeze(-1) * self.weights.class_weight.float()
         p.copy_(value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0))
 
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
