@@ -95,6 +95,74 @@ def test_values_and_gradients(family: str, dtype: torch.dtype, compiled: bool, d
         assert (violation := accuracy_violation(actual, baseline, expected)) is None, str(violation)
 
 
+class Independent(nn.Module):
+    """HY-V4's hyper-connection in float64: what a layer reads, without a mixture of the streams."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, row = self.own, x.flatten(2)
+        row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + own.input_norm.eps)
+        head = hasattr(own, "hc_fn")
+        fn, scale, base = (own.hc_fn, own.hc_scale, own.hc_base) if head else (own.fn, own.scale, own.base)
+        eps = own.eps if head else own.hc_eps
+        return (((row @ fn[:N].T * scale[0] + base[:N]).sigmoid() + eps).unsqueeze(-1) * x).sum(2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["HYV4HyperConnection", "HYV4HyperHead"])
+def test_a_sum_that_is_cast_later(name: str, dtype: torch.dtype, compiled: bool, device: torch.device) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    modeling = pytest.importorskip("transformers.models.hy_v4.modeling_hy_v4", exc_type=ImportError)
+    config = transformers.AutoConfig.for_model("hy_v4")
+    config.hidden_size, config.hc_mult = H, N
+    own = getattr(modeling, name)(config).to(device, dtype)
+    for parameter in own.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    patched, exact = copy.deepcopy(own), Independent(copy.deepcopy(own)).double()
+    assert [entry.text for entry in patch(patched).entries if entry.kind == "streams"] == ["read_streams"]
+    function = torch.compile(patched, backend="aot_eager", fullgraph=True) if compiled else patched
+
+    def read(function: Any, x: Tensor) -> Tensor:
+        outputs = function(x)
+        return outputs[-1] if isinstance(outputs, tuple) else outputs
+
+    x = torch.randn(2, 5, N, H, device=device).to(dtype)
+    got, composition, right = (
+        results(functools.partial(read, f), list(m.parameters()), value)
+        for f, m, value in ((function, patched, x), (own, own, x), (exact, exact, x.double()))
+    )
+    for actual, baseline, expected in zip(got, composition, right, strict=True):
+        assert actual.dtype == baseline.dtype
+        assert (violation := accuracy_violation(actual, baseline, expected)) is None, str(violation)
+
+
+class Rebound(nn.Module):
+    """Streams of another dtype by the time that the sum is cast."""
+
+    def forward(self, weights: Tensor, x: Tensor) -> Tensor:
+        y = torch.sum(weights.unsqueeze(-1) * x, dim=2)
+        x = x.double()
+        return y.to(x.dtype)
+
+
+class Twice(nn.Module):
+    """A sum that is used uncast too."""
+
+    def forward(self, weights: Tensor, x: Tensor) -> Tensor:
+        y = torch.sum(weights.unsqueeze(-1) * x, dim=2)
+        return y + y.to(x.dtype)
+
+
+@pytest.mark.parametrize("module", [Rebound, Twice])
+def test_sums_that_are_not_only_cast(module: type[nn.Module]) -> None:
+    assert "streams" not in patch(module()).replaced
+
+
 def test_what_does_not_fit_runs_as_it_is_written(device: torch.device) -> None:
     own = around("deepseek_v4").to(device).double()
     patched = copy.deepcopy(own)

@@ -5,6 +5,7 @@ all of it; any other keeps its own code, between two `grouped_linear`.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -62,21 +63,30 @@ class GateForm(NamedTuple):
         return ACTIVATIONS[self.activation](self.alpha * gate) / self.alpha * (up + self.up_offset)
 
 
+SWIGLU = GateForm("silu", interleaved=False, limit=0.0, alpha=1.0, up_offset=0.0)
+
+Adapters = Mapping[str, Sequence[tuple[Tensor, Tensor, float]]]
+"""Low-rank terms by the name of a weight W: with factors A `[E, ., r]` and B `[E, r, .]` and a scale s, s A B is added
+to W, which has the shape of A B."""
+
+
 def weight_names(experts: Any) -> list[str]:
     """The names of a module's weights in its products, and of their biases."""
     names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
     return [*names, *(f"{name}_bias" for name in names)] if experts.has_bias else names
 
 
-def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, adapters: Adapters | None = None
+) -> Tensor:
     """The function that transformers calls for `experts_implementation="llmk"`, with the module of the experts."""
     x, weights = hidden_states.to(experts.down_proj.dtype), top_k_weights
     if weights.dtype not in (torch.float32, x.dtype):
         weights = weights.float()
     method = getattr(experts, GATE_FORM, None)
     form = gate_form(experts) if method is None else method()
-    if form is None:
-        return _step_by_step(experts, x, top_k_index, weights).to(hidden_states.dtype)
+    if form is None or adapters:
+        return _step_by_step(experts, form, x, top_k_index, weights, adapters or {}).to(hidden_states.dtype)
     run = functional.moe_experts
     if is_sharded(experts.down_proj):
         run = partial(expert_parallel_moe, exchange=getattr(experts, EXCHANGE, "all_gather"))
@@ -98,22 +108,31 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     return y.to(hidden_states.dtype)
 
 
-def _step_by_step(experts: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+def _step_by_step(
+    experts: Any, form: GateForm | None, x: Tensor, indices: Tensor, weights: Tensor, adapters: Adapters
+) -> Tensor:
     """Compute the experts with the module's own code between the products and after them."""
     up_name = "gate_up_proj" if experts.has_gate else "up_proj"
+    gate = getattr(experts, GATE) if experts.has_gate else experts.act_fn
     rows, positions, offsets = functional.moe_permute(x, indices, experts.down_proj.shape[0])
-    rows = _linear(experts, up_name, rows, offsets)
-    rows = getattr(experts, GATE)(rows) if experts.has_gate else experts.act_fn(rows)
-    rows = _linear(experts, "down_proj", rows, offsets)
+    rows = _linear(experts, up_name, rows, offsets, adapters)
+    rows = functional.swiglu(rows) if form == SWIGLU else gate(rows)
+    rows = _linear(experts, "down_proj", rows, offsets, adapters)
     if getattr(experts, "has_post_expert_norm", False):
         rows = experts.post_expert_norm(rows)
     return functional.moe_unpermute(rows, positions, weights)
 
 
-def _linear(experts: Any, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
+def _linear(experts: Any, name: str, rows: Tensor, offsets: Tensor, adapters: Adapters) -> Tensor:
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    weight = getattr(experts, name)
-    return functional.grouped_linear(rows.to(weight.dtype), weight, offsets, bias, transposed=experts.is_transposed)
+    weight, transposed = getattr(experts, name), experts.is_transposed
+    rows = rows.to(weight.dtype)
+    y = functional.grouped_linear(rows, weight, offsets, bias, transposed=transposed)
+    for a, b, scale in adapters.get(name, ()):
+        first, second = (a, b) if transposed else (b, a)
+        low = functional.grouped_linear(rows, first, offsets, transposed=transposed)
+        y = torch.add(y, functional.grouped_linear(low, second, offsets, transposed=transposed), alpha=scale)
+    return y
 
 
 _known: "WeakKeyDictionary[nn.Module, tuple[Any, GateForm | None]]" = WeakKeyDictionary()

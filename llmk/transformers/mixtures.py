@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from llmk.registry.private.modules import children_of, parameters_of
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.classes import Change
-from llmk.transformers.experts import GATE_FORM, GateForm, experts_forward, gate_form, is_packed, weight_names
+from llmk.transformers.experts import (
+    GATE_FORM,
+    Adapters,
+    GateForm,
+    experts_forward,
+    gate_form,
+    is_packed,
+    weight_names,
+)
 from llmk.transformers.guards import Facts, called_of, guarded, has_plain_weights, reads_of, why_no_weight
 from llmk.transformers.probe import (
     SCALES,
@@ -46,12 +54,12 @@ class Experts(Change):
         return self.operators
 
     def methods(self, base: type) -> dict[str, Any]:
-        def forward(self: Any, hidden_states: Tensor, *routing: Any, **named: Any) -> Tensor:
-            weights = [getattr(self, name) for name in weight_names(self)]
-            floats = hidden_states.dtype in FLOAT_DTYPES and self.down_proj.dtype in FLOAT_DTYPES
-            if named or not floats or not has_plain_weights(self, *weights):
+        def forward(
+            self: Any, hidden_states: Tensor, *routing: Any, adapters: Adapters | None = None, **named: Any
+        ) -> Tensor:
+            if named or not takes(self, hidden_states):
                 return base.forward(self, hidden_states, *routing, **named)
-            return experts_forward(self, hidden_states, *routing)
+            return experts_forward(self, hidden_states, *routing, adapters=adapters)
 
         @torch.compiler.assume_constant_result
         def llmk_gate_form(self: Any) -> GateForm | None:
@@ -59,6 +67,12 @@ class Experts(Change):
 
         set_source(forward, textwrap.dedent(inspect.getsource(forward)))
         return guarded(base, "forward", forward, self.facts) | {GATE_FORM: llmk_gate_form}
+
+
+def takes(experts: Any, hidden_states: Tensor) -> bool:
+    """Return True if operators take the weights of patched experts, and what goes into these."""
+    floats = hidden_states.dtype in FLOAT_DTYPES and experts.down_proj.dtype in FLOAT_DTYPES
+    return floats and has_plain_weights(experts, *(getattr(experts, name) for name in weight_names(experts)))
 
 
 def find_experts(module: nn.Module) -> Experts | None:

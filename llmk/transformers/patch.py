@@ -22,6 +22,7 @@ from llmk.transformers.classes import (
 )
 from llmk.transformers.convolutions import CausalConv1d, Convolution
 from llmk.transformers.exact_types import ExactTypes
+from llmk.transformers.expert_adapters import AdaptedExperts, find_adapted_experts, is_wrapper
 from llmk.transformers.experts import GATE
 from llmk.transformers.gated_norms import GatedNorm, find_gated_norm
 from llmk.transformers.gates import GateFinder
@@ -91,7 +92,8 @@ def patch(
     instance changes. Its parameters, state dict and `save_pretrained` stay as they are.
 
     In training with labels, `output.loss` comes from `fused_linear_ce` and `output.logits` is None; in evaluation and
-    generation the logits are there. A LoRA of PEFT's on the output projection is part of that product.
+    generation the logits are there. A LoRA of PEFT's on the output projection is part of that product; one on packed
+    experts is two grouped products beside each of theirs.
 
     What is patched already stays as it is: the model, or a part of it.
 
@@ -171,7 +173,7 @@ def entries_of(reports: Mapping[str, Report]) -> list[Entry]:
     return [e._replace(name=f"{name}.{e.name}".strip(".")) for name, report in reports.items() for e in report.entries]
 
 
-Whole = Norm | GatedNorm | Experts
+Whole = Norm | GatedNorm | Experts | AdaptedExperts
 """Changes that replace all of a module's forward."""
 
 
@@ -188,6 +190,7 @@ class Plan:
             self._find_whole("norm", lambda module: find_gated_norm(module) or find_norm(module))
         if "experts" in kinds:
             self._find_whole("experts", find_experts)
+            self._find_whole("experts", self._adapted_experts)
         finders: dict[str, Finder] = {
             "mlp": GateFinder(),
             "rope": RopeFinder(),
@@ -222,7 +225,11 @@ class Plan:
     def _leave(self, name: str, kind: str, module: nn.Module, why: object) -> None:
         self.entries.append(Entry(name, kind, type(module).__name__, False, str(why)))
 
-    def _find_whole(self, kind: str, find: Callable[[nn.Module], Norm | GatedNorm | Experts | None]) -> None:
+    def _adapted_experts(self, module: nn.Module) -> AdaptedExperts | None:
+        inner = {wrapper.base_layer for wrapper in self.modules.values() if is_wrapper(wrapper)}
+        return None if module in inner else find_adapted_experts(module)
+
+    def _find_whole(self, kind: str, find: Callable[[nn.Module], Whole | None]) -> None:
         """Modules whose forward is an operator's. Those that are alike are tried once."""
         tried: dict[Any, Whole | Differs | None] = {}
         for name, module in self.modules.items():

@@ -5,6 +5,7 @@ The expressions say all: they are methods of tensors, whose shapes and dtypes ar
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,8 @@ ROWS = INPUT.float()
 ROWS = NORM(ROWS)
 ROWS = F.linear(ROWS, WEIGHT.float())
 """
-READ = "(WEIGHTS.unsqueeze(-1) * STREAMS).sum(dim=2).to(STREAMS.dtype)"
+SUMS = "(WEIGHTS.unsqueeze(-1) * STREAMS).sum(dim=2)", "torch.sum(WEIGHTS.unsqueeze(-1) * STREAMS, dim=2)"
+READ = f"{SUMS[0]}.to(STREAMS.dtype)"
 WRITE = (
     "WEIGHTS.to(DTYPE).unsqueeze(-1) * OUTPUT.unsqueeze(-2) + torch.matmul(MATRIX.to(DTYPE).transpose(-1, -2), STREAMS)"
 )
@@ -124,6 +126,11 @@ class _Expressions(ast.NodeTransformer):
 
     def __init__(self) -> None:
         self.found: set[str] = set()
+        self.cast: dict[str, str] = {}
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.cast = _cast_later(node)
+        return self.generic_visit(node)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -150,6 +157,17 @@ class _Expressions(ast.NodeTransformer):
             yield ast.copy_location(ast.Assign([ast.Name(name.id, ast.Store())], call), statements[i])
             i += len(pattern)
 
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        """A sum that has a name, and is cast to the dtype of the streams where it is used."""
+        match node.targets:
+            case [ast.Name(name)] if name in self.cast:
+                for pattern in _SUMS:
+                    given = _fits(pattern, node.value)
+                    if given is not None and ast.unparse(given["STREAMS"]) == self.cast[name]:
+                        node.value = self._call("read_streams", given["WEIGHTS"], given["STREAMS"])
+                        return node
+        return self.generic_visit(node)
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         given = _fits(_READ, node)
         if given is None:
@@ -172,7 +190,21 @@ _BLOCKS = (
     ("rms_linear", ast.parse(PROJECTION).body, "ROWS", "NORM", "INPUT", "WEIGHT"),
 )
 """Statements, the name that they give a value to, and what their operator takes."""
-_READ, _WRITE = (ast.parse(text, mode="eval").body for text in (READ, WRITE))
+_READ, _WRITE, *_SUMS = (ast.parse(text, mode="eval").body for text in (READ, WRITE, *SUMS))
+
+
+def _cast_later(definition: ast.FunctionDef) -> dict[str, str]:
+    """The names that are given a value once and used once, in `NAME.to(ARGUMENT.dtype)`, and those arguments."""
+    names = [node for node in ast.walk(definition) if isinstance(node, ast.Name)]
+    uses = Counter((node.id, type(node.ctx)) for node in names)
+    found: dict[str, str] = {}
+    for node in ast.walk(definition):
+        match node:
+            case ast.Call(ast.Attribute(ast.Name(name), "to"), [ast.Attribute(ast.Name(of), "dtype")], []) if (
+                uses[name, ast.Load] == uses[name, ast.Store] == 1 and not uses[of, ast.Store]
+            ):
+                found[name] = of
+    return found
 
 
 def _fits(pattern: Any, node: Any) -> dict[str, ast.expr] | None:

@@ -33,30 +33,30 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import exp
 from llmk.ops.common.rows import as_rows, contiguous
 from llmk.ops.common.samples import normal_resized
+from llmk.ops.experts._routing import (
+    TINIEST_SUM,
+    Routing,
+    backward_launch,
+    check_routing,
+    choose,
+    route,
+    route_backward,
+    route_backward_cpu,
+    route_cpu,
+)
 from llmk.registry import (
-    LARGEST,
     Cost,
     KernelOp,
     Sample,
     check_dtype,
-    check_number,
-    check_option,
-    check_same,
-    check_shape,
     empty,
     jit,
-    next_power_of_2,
     public_op,
     replicate_only,
     wrap_triton,
 )
-from llmk.registry.checks import TINY
-
-SCORINGS = ("softmax", "sigmoid")
-TINIEST_SUM = 1e-20
 
 
 def router_topk_reference(
@@ -72,136 +72,11 @@ def router_topk_reference(
 ) -> tuple[Tensor, Tensor]:
     logits = input.to(torch.promote_types(input.dtype, torch.float32))
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
-    indices = _choose(scores.detach(), logits.detach(), bias, top_k, num_groups, topk_groups)
+    indices = choose(scores.detach(), logits.detach(), bias, top_k, num_groups, topk_groups)
     weights = scores.gather(-1, indices)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + TINIEST_SUM)
     return weights * scale, indices
-
-
-def _largest(values: Tensor, count: int) -> Tensor:
-    """Return the indices of the largest values, equal ones in their order."""
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-
-
-def _choose(
-    scores: Tensor, logits: Tensor, bias: Tensor | None, top_k: int, num_groups: int, topk_groups: int
-) -> Tensor:
-    """The chosen experts, in plain PyTorch."""
-    choice = scores if bias is None else scores + bias
-    order = torch.where(scores.isnan(), scores, logits) if bias is None else choice
-    if topk_groups < num_groups:
-        best = choice.unflatten(-1, (num_groups, -1)).sort(dim=-1, descending=True).values[..., :2].sum(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _largest(best, topk_groups), True)
-        order = order.unflatten(-1, (num_groups, -1)).masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
-    return _largest(order, top_k)
-
-
-_LARGEST = tl.constexpr(LARGEST)
-
-
-@jit
-def _scores(x, mask, SOFTMAX: tl.constexpr):
-    if SOFTMAX:
-        largest = tl.max(tl.where(mask, x, float("-inf")), axis=0)
-        powers = tl.where(mask, exp(tl.where(mask, x - largest, 0.0)), 0.0)
-        scores = tl.div_rn(powers, tl.zeros_like(powers) + tl.sum(powers, axis=0))
-    else:
-        scores = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + exp(-x))
-    return tl.where(mask, scores, 0.0)
-
-
-@jit
-def _ranked(choice, mask):
-    """NaN as the largest, as in torch.topk; what is left out as smaller than any number."""
-    choice = tl.where(choice != choice, _LARGEST, choice)
-    return tl.where(mask, tl.minimum(tl.maximum(choice, -_LARGEST), _LARGEST), float("-inf"))
-
-
-@jit
-def _in_best_groups(choice, cols, G, SIZE, TOPK_G, BLOCK_G: tl.constexpr):
-    """Return True if an expert is of one of the groups with the largest sums of two."""
-    groups = tl.arange(0, BLOCK_G)
-    best = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-    for group in range(0, G):
-        values = tl.where(cols // SIZE == group, choice, float("-inf"))
-        score = tl.max(values, axis=0)
-        if SIZE > 1:
-            score += tl.max(tl.where(cols == tl.argmax(values, axis=0), float("-inf"), values), axis=0)
-        best = tl.where(groups == group, tl.maximum(score, -_LARGEST), best)
-    kept = cols < 0
-    for _ in range(0, TOPK_G):
-        group = tl.argmax(best, axis=0)
-        kept = kept | (cols // SIZE == group)
-        best = tl.where(groups == group, float("-inf"), best)
-    return kept
-
-
-@jit
-def route(
-    x, mask, bias_ptr, weights_ptr, indices_ptr, row, K, G, SIZE, TOPK_G, scale,
-    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, GROUPED: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    """Store a token's experts and weights; return the scores of all, and which were chosen."""
-    cols, slots = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
-    scores = _scores(x, mask, SOFTMAX)
-    choice = scores
-    if bias_ptr is not None:
-        choice += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    choice = _ranked(choice, mask)
-    kept = mask
-    if GROUPED:
-        kept = _in_best_groups(choice, cols, G, SIZE, TOPK_G, BLOCK_G)
-    if bias_ptr is None:
-        choice = _ranked(tl.where(scores != scores, scores, x), mask)
-    choice = tl.where(kept, choice, float("-inf"))
-    weights = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    chosen = cols < 0
-    for k in range(0, K):
-        expert = tl.argmax(choice, axis=0)
-        here = cols == expert
-        weights = tl.where(slots == k, tl.sum(tl.where(here, scores, 0.0), axis=0), weights)
-        choice = tl.where(here, float("-inf"), choice)
-        chosen = chosen | here
-        tl.store(indices_ptr + row * K + k, expert.to(tl.int64))
-    if NORMALIZE:
-        weights = tl.div_rn(weights, tl.zeros_like(weights) + (tl.sum(weights, axis=0) + 1e-20))
-    tl.store(weights_ptr + row * K + slots, weights * scale, mask=slots < K)
-    return scores, chosen
-
-
-@jit
-def route_backward(
-    x, mask, dw_ptr, indices_ptr, row, K, scale, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr
-):
-    """The gradient of a token's logits by its weights, and its scores."""
-    cols = tl.arange(0, BLOCK_E)
-    scores = _scores(x, mask, SOFTMAX)
-    dw = tl.zeros((BLOCK_E,), dtype=tl.float32)
-    chosen = cols < 0
-    origin = tl.cast(0.0, tl.float32)
-    for k in range(0, K):
-        here = cols == tl.load(indices_ptr + row * K + k)
-        dw_k = tl.load(dw_ptr + row * K + k)
-        dw = tl.where(here, dw_k, dw)
-        chosen = chosen | here
-        origin = tl.where((k == 0) | (tl.abs(dw_k) < tl.abs(origin)), dw_k, origin)
-    ds = dw * scale
-    if NORMALIZE:
-        total = tl.sum(tl.where(chosen, scores, 0.0), axis=0)
-        most = chosen & (scores > 0.5 * total)
-        if tl.sum(most.to(tl.int32), axis=0) == 1:
-            origin = tl.sum(tl.where(most, dw, 0.0), axis=0)
-        dw = tl.where(chosen, dw - origin, 0.0)
-        S = total + 1e-20
-        mean = tl.sum(tl.where(chosen, dw * scores, 0.0), axis=0) / S
-        ds = tl.where(chosen, scale / S * (dw - mean + origin * (1e-20 / S)), 0.0)
-        inner = scale / S * (1e-20 * (mean + origin * (total / S)))
-    else:
-        inner = tl.sum(scores * ds, axis=0)
-    dx = scores * (ds - inner) if SOFTMAX else tl.where(chosen, ds * scores * (1.0 - scores), 0.0)
-    return dx, scores
 
 
 @jit
@@ -233,30 +108,18 @@ def router_topk_backward_kernel(
     tl.store(dx_ptr + row * E + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < E)
 
 
-def experts_block(E: int) -> dict[str, int]:
-    """A warp for up to 256 experts: its reductions wait for no other."""
-    block = next_power_of_2(E)
-    return {"BLOCK_E": block, "num_warps": max(1, min(8, block // 256))}
-
-
 def _router_topk_fwd(
-    input: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    scoring: str,
-    num_groups: int,
-    topk_groups: int,
-    normalize: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, bias: Tensor | None, top_k: int, scoring: str, num_groups: int,
+    topk_groups: int, normalize: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    routing = Routing(top_k, scoring, num_groups, topk_groups, normalize, scale)
     x = as_rows(input)
     T, E = x.shape
     weights = empty((*input.shape[:-1], top_k), torch.float32, x.device)
     indices = empty((*input.shape[:-1], top_k), torch.int64, x.device)
-    sizes = E, top_k, num_groups, E // num_groups, topk_groups, x.stride(0)
-    options = {"SOFTMAX": scoring == "softmax", "NORMALIZE": normalize, "GROUPED": topk_groups < num_groups}
-    blocks = {"BLOCK_K": next_power_of_2(top_k), "BLOCK_G": next_power_of_2(num_groups), **experts_block(E)}
-    wrap_triton(router_topk_kernel)[(T,)](x, contiguous(bias), weights, indices, *sizes, scale, **options, **blocks)
+    wrap_triton(router_topk_kernel)[(T,)](
+        x, contiguous(bias), weights, indices, *routing.sizes(E), x.stride(0), scale, **routing.launch(E)
+    )
     return weights, indices
 
 
@@ -266,18 +129,9 @@ def _router_topk_bwd(
     x = as_rows(input)
     T, E = x.shape
     dx = empty(tuple(input.shape), input.dtype, x.device)
-    options = {"SOFTMAX": scoring == "softmax", "NORMALIZE": normalize}
+    sizes = E, indices.shape[-1], x.stride(0)
     wrap_triton(router_topk_backward_kernel)[(T,)](
-        grad.contiguous(),
-        x,
-        indices.contiguous(),
-        dx,
-        E,
-        indices.shape[-1],
-        x.stride(0),
-        scale,
-        **options,
-        **experts_block(E),
+        grad.contiguous(), x, indices.contiguous(), dx, *sizes, scale, **backward_launch(E, scoring, normalize)
     )
     return dx
 
@@ -286,53 +140,9 @@ router_topk_fwd = KernelOp(_router_topk_fwd, launch_cached=True)
 router_topk_bwd = KernelOp(_router_topk_bwd, launch_cached=True)
 
 
-def _scores_cpu(input: Tensor, scoring: str) -> Tensor:
-    return input.float().softmax(-1) if scoring == "softmax" else input.float().sigmoid()
-
-
-def route_cpu(
-    input: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    scoring: str,
-    num_groups: int,
-    topk_groups: int,
-    normalize: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    scores, bias = _scores_cpu(input, scoring), bias if bias is None else bias.float()
-    indices = _choose(scores, input.float(), bias, top_k, num_groups, topk_groups)
-    weights = scores.gather(-1, indices)
-    if normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + TINIEST_SUM)
-    return (weights * scale).contiguous(), indices.contiguous()
-
-
-def route_backward_cpu(
-    grad: Tensor, input: Tensor, indices: Tensor, scoring: str, normalize: bool, scale: float
-) -> Tensor:
-    """The gradient of the logits by the weights, in float32."""
-    scores = _scores_cpu(input, scoring)
-    chosen = scores.gather(-1, indices)
-    of_chosen = grad * scale
-    inner = (of_chosen * chosen).sum(-1, keepdim=True)
-    if normalize:
-        total = chosen.sum(-1, keepdim=True)
-        S = total + TINIEST_SUM
-        origin = grad.gather(-1, grad.abs().argmin(-1, keepdim=True))
-        most, index = chosen.max(-1, keepdim=True)
-        origin = torch.where(most > 0.5 * total, grad.gather(-1, index), origin)
-        rest = grad - origin
-        mean = (rest * chosen).sum(-1, keepdim=True) / S
-        of_chosen = scale / S * (rest - mean + origin * (TINIEST_SUM / S))
-        inner = scale / S * (TINIEST_SUM * (mean + origin * (total / S)))
-    ds = torch.zeros_like(scores).scatter(-1, indices, of_chosen)
-    if scoring == "sigmoid":
-        return ds * scores * (1 - scores)
-    return scores * (ds - inner)
-
-
-router_topk_fwd.register_kernel("cpu")(route_cpu)
+@router_topk_fwd.register_kernel("cpu")
+def _(input: Tensor, bias: Tensor | None, *options) -> tuple[Tensor, Tensor]:
+    return route_cpu(input, bias, Routing(*options))
 
 
 @router_topk_bwd.register_kernel("cpu")
@@ -376,23 +186,6 @@ def router_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[
 def router_topk_cost(input: Tensor, top_k: int, **options: object) -> Cost:
     logits, chosen = input.numel() * input.element_size(), 12 * input.numel() // input.shape[-1] * top_k
     return Cost(logits + chosen, 3 * logits + 2 * chosen)
-
-
-def check_routing(
-    input: Tensor, top_k: int, bias: Tensor | None, scoring: str, num_groups: int, topk_groups: int, scale: float
-) -> None:
-    E = input.shape[-1]
-    if num_groups < 1 or E % num_groups:
-        raise ValueError(f"num_groups: expected a number that divides the {E} experts, got {num_groups}")
-    check_number("topk_groups", topk_groups, 1, num_groups, f"1 to {num_groups}, the number of groups")
-    most = E // num_groups * topk_groups
-    check_number("top_k", top_k, 1, most, f"1 to {most}, the experts that may be chosen")
-    if bias is not None:
-        check_dtype("bias", bias, (torch.float32, input.dtype))
-        check_shape("bias", bias, (E,), "one for each expert")
-        check_same("bias", bias, "input", input)
-    check_option("scoring", scoring, SCORINGS)
-    check_number("scale", scale, TINY, LARGEST, "a finite positive number")
 
 
 @public_op(
@@ -441,5 +234,6 @@ def router_topk(
     check_dtype("input", input)
     if input.dim() == 0 or input.shape[-1] == 0:
         raise ValueError(f"input: expected shape [..., E] with at least one expert, got {tuple(input.shape)}")
-    check_routing(input, top_k, bias, scoring, num_groups, topk_groups, scale)
-    return router_topk_fwd(input, bias, top_k, scoring, num_groups, topk_groups, normalize, scale)
+    routing = Routing(top_k, scoring, num_groups, topk_groups, normalize, scale)
+    check_routing(input, bias, routing)
+    return router_topk_fwd(input, bias, *routing)

@@ -30,15 +30,16 @@ from llmk.ops.common.math import exp
 from llmk.ops.common.rows import as_rows, contiguous
 from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_partials, sum_two_partials
-from llmk.ops.experts.router_topk import (
+from llmk.ops.experts._routing import (
+    Routing,
+    backward_launch,
     check_routing,
-    experts_block,
     route,
     route_backward,
     route_backward_cpu,
     route_cpu,
-    router_topk_reference,
 )
+from llmk.ops.experts.router_topk import router_topk_reference
 from llmk.registry import (
     Cost,
     KernelOp,
@@ -50,7 +51,6 @@ from llmk.registry import (
     empty,
     grid_cap,
     jit,
-    next_power_of_2,
     num_programs,
     public_op,
     replicate_only,
@@ -157,16 +157,10 @@ TOKENS = 8
 
 
 def _router_topk_sums_fwd(
-    input: Tensor,
-    counted: Tensor | None,
-    bias: Tensor | None,
-    top_k: int,
-    scoring: str,
-    num_groups: int,
-    topk_groups: int,
-    normalize: bool,
-    scale: float,
-) -> Result:
+    input: Tensor, counted: Tensor | None, bias: Tensor | None, top_k: int, scoring: str, num_groups: int,
+    topk_groups: int, normalize: bool, scale: float,
+) -> Result:  # fmt: skip
+    routing = Routing(top_k, scoring, num_groups, topk_groups, normalize, scale)
     *sequences, T, E = input.shape
     x, S = as_rows(input), input[..., 0, 0].numel() if T else 0
     weights = empty((*sequences, T, top_k), torch.float32, x.device)
@@ -174,12 +168,9 @@ def _router_topk_sums_fwd(
     shares = grid_cap(cdiv(T, TOKENS), max(1, num_programs(x.device, 16) // max(1, size_hint(S))))
     counts, sums = (empty((shares, *sequences, E), torch.float32, x.device) for _ in range(2))
     squares = empty((shares, *sequences), torch.float32, x.device)
-    sizes = T, E, top_k, num_groups, E // num_groups, topk_groups, x.stride(0)
-    options = {"SOFTMAX": scoring == "softmax", "NORMALIZE": normalize, "GROUPED": topk_groups < num_groups}
-    blocks = {"BLOCK_K": next_power_of_2(top_k), "BLOCK_G": next_power_of_2(num_groups), **experts_block(E)}
     wrap_triton(router_topk_sums_kernel)[(S, shares)](
         x, contiguous(counted), contiguous(bias), weights, indices, counts, sums, squares,
-        *sizes, scale, **options, **blocks,
+        T, *routing.sizes(E), x.stride(0), scale, **routing.launch(E),
     )  # fmt: skip
     total_counts, total_sums = (empty((*sequences, E), dtype, x.device) for dtype in (torch.int64, torch.float32))
     sum_two_partials(counts.flatten(1), sums.flatten(1), total_counts, total_sums)
@@ -187,23 +178,16 @@ def _router_topk_sums_fwd(
 
 
 def _router_topk_sums_bwd(
-    grad_weights: Tensor,
-    grad_sums: Tensor,
-    grad_squares: Tensor,
-    input: Tensor,
-    counted: Tensor | None,
-    indices: Tensor,
-    scoring: str,
-    normalize: bool,
-    scale: float,
-) -> Tensor:
+    grad_weights: Tensor, grad_sums: Tensor, grad_squares: Tensor, input: Tensor, counted: Tensor | None,
+    indices: Tensor, scoring: str, normalize: bool, scale: float,
+) -> Tensor:  # fmt: skip
     x, (T, E) = as_rows(input), input.shape[-2:]
     dx = empty(input.shape, input.dtype, x.device)
     grads = (grad.contiguous() for grad in (grad_weights, grad_sums, grad_squares))
     sizes = T, E, indices.shape[-1], x.stride(0)
-    options = {"SOFTMAX": scoring == "softmax", "NORMALIZE": normalize}
+    constants = backward_launch(E, scoring, normalize)
     wrap_triton(router_topk_sums_backward_kernel)[(x.shape[0],)](
-        *grads, x, contiguous(counted), indices.contiguous(), dx, *sizes, scale, **options, **experts_block(E)
+        *grads, x, contiguous(counted), indices.contiguous(), dx, *sizes, scale, **constants
     )
     return dx
 
@@ -217,11 +201,12 @@ def _probabilities_cpu(x: Tensor, scoring: str) -> Tensor:
 
 
 @router_topk_sums_fwd.register_kernel("cpu")
-def _(input, counted, bias, top_k, scoring, num_groups, topk_groups, normalize, scale) -> Result:
-    weights, indices = route_cpu(input, bias, top_k, scoring, num_groups, topk_groups, normalize, scale)
+def _(input, counted, bias, *options) -> Result:
+    routing = Routing(*options)
+    weights, indices = route_cpu(input, bias, routing)
     x = input.float()
     m = torch.ones_like(x[..., :1]) if counted is None else (counted != 0).float().unsqueeze(-1)
-    sums = (m * _probabilities_cpu(x, scoring)).sum(-2)
+    sums = (m * _probabilities_cpu(x, routing.scoring)).sum(-2)
     squares = (m.squeeze(-1) * x.logsumexp(-1).square()).sum(-1)
     counts = (m * torch.zeros_like(x).scatter(-1, indices, 1.0)).sum(-2).long()
     return weights, sums.contiguous(), squares.contiguous(), indices, counts.contiguous()
@@ -333,9 +318,10 @@ def router_topk_sums(
     check_dtype("input", input)
     if input.dim() < 2 or input.shape[-1] == 0:
         raise ValueError(f"input: expected shape [..., T, E] with at least one expert, got {tuple(input.shape)}")
-    check_routing(input, top_k, bias, scoring, num_groups, topk_groups, scale)
+    routing = Routing(top_k, scoring, num_groups, topk_groups, normalize, scale)
+    check_routing(input, bias, routing)
     if counted is not None:
         check_dtype("counted", counted, (torch.bool, torch.int64, torch.int32, torch.uint8))
         check_shape("counted", counted, input.shape[:-1], "one for each token")
         check_same("counted", counted, "input", input)
-    return router_topk_sums_fwd(input, counted, bias, top_k, scoring, num_groups, topk_groups, normalize, scale)
+    return router_topk_sums_fwd(input, counted, bias, *routing)

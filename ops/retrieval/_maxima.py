@@ -15,6 +15,9 @@ row for each column of its tile, and compares these once, at the end. The produc
 winners are: 8 bytes for each row and sequence, of which the winners, 4, are kept for the backward pass. That is what
 2 tokens of a sequence would take in bfloat16, and to find them again takes the forward pass's product.
 
+In float32, which Triton multiplies without tensor cores, the products are PyTorch's, of some rows with all tokens at a
+time, 64 MiB; the program reads them. Where each sequence of rows has sequences of its own the kernel multiplies too.
+
 The backward pass needs no product. Rows gather the tokens that won. For tokens the pairs are sorted by winner, stably,
 and each token adds up its own in that order: no atomics, and the same inputs give the same bits.
 """
@@ -35,6 +38,13 @@ from llmk.registry import cdiv, check_dtype, check_same, check_shape, empty, jit
 from llmk.registry.devices import INTERPRET
 
 NO_TOKEN = tl.constexpr(2**31 - 1)
+AT_ONCE = 2**24
+"""The most products that are in memory."""
+TILE_OF_PRODUCTS = {
+    "WHOLE": False, "EVEN_D": True, "WIDEN": False, "NUM_STAGES": 1, "num_warps": 4,
+    "BLOCK_T": 32, "BLOCK_S": 64, "BLOCK_D": 16,
+}  # fmt: skip
+"""What reads products: it has not been timed."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +127,8 @@ def _span(ends_ptr, index, length, live):
 
 @jit
 def maxima_kernel(
-    rows_ptr, row_mask_ptr, row_ends_ptr, tokens_ptr, token_mask_ptr, token_ends_ptr, best_ptr, winner_ptr,
-    T, Q, row_length, N, token_length, D,
+    rows_ptr, row_mask_ptr, row_ends_ptr, tokens_ptr, token_mask_ptr, token_ends_ptr, products_ptr, best_ptr,
+    winner_ptr, T, Q, row_length, N, token_length, D, products_stride, best_stride,
     PAIRWISE: tl.constexpr, WHOLE: tl.constexpr, EVEN_D: tl.constexpr, WIDEN: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +153,11 @@ def maxima_kernel(
         for start in tl.range(begin, end, BLOCK_S, num_stages=NUM_STAGES):
             tokens = start + cols
             live = tokens < end
-            if WHOLE:
+            if products_ptr is not None:
+                product_mask = (rows < last_row)[:, None] & live[None, :]
+                product_ptrs = products_ptr + (rows * products_stride)[:, None] + tokens[None, :]
+                product = tl.load(product_ptrs, mask=product_mask, other=0.0)
+            elif WHOLE:
                 x_ptrs = tokens_ptr + start * D + (cols[None, :] * D + ds[:, None])
                 x = tl.load(x_ptrs, mask=live[None, :] & (ds < D)[:, None], other=0.0)
                 if WIDEN:
@@ -168,8 +182,8 @@ def maxima_kernel(
         if row_mask_ptr is not None:
             counts = tl.load(row_mask_ptr + rows, mask=rows < last_row, other=0) != 0
             top, winner = tl.where(counts, top, 0.0), tl.where(counts, winner, -1)
-        tl.store(best_ptr + place * T + rows, top, mask=rows < last_row)
-        tl.store(winner_ptr + place * T + rows, winner, mask=rows < last_row)
+        tl.store(best_ptr + place * best_stride + rows, top, mask=rows < last_row)
+        tl.store(winner_ptr + place * best_stride + rows, winner, mask=rows < last_row)
 
 
 @jit
@@ -233,12 +247,26 @@ def _maxima(rows: Sequences, sequences: Sequences, *, pairwise: bool = False) ->
     (T, D), N, device = rows.tokens.shape, sequences.count, rows.tokens.device
     R = N // rows.count if pairwise else N
     best, winners = empty((R, T), torch.float32, device), empty((R, T), torch.int32, device)
-    tile = _tile(rows.length or 64 if pairwise else T, D, rows.tokens.element_size())
-    blocks = cdiv(rows.length or 1 if pairwise else T, tile["BLOCK_T"])
-    wrap_triton(maxima_kernel)[(N + R if pairwise else N, blocks)](
-        rows.tokens, rows.mask, rows.ends_in_range, sequences.tokens, sequences.mask, sequences.ends_in_range,
-        best, winners, T, rows.count, rows.length, N, sequences.length, D, PAIRWISE=pairwise, **tile,
-    )  # fmt: skip
+    of_sequences = sequences.tokens, sequences.mask, sequences.ends_in_range
+    sizes = rows.length, N, sequences.length, D
+    if rows.tokens.dtype != torch.float32 or pairwise:
+        tile = _tile(rows.length or 64 if pairwise else T, D, rows.tokens.element_size())
+        blocks = cdiv(rows.length or 1 if pairwise else T, tile["BLOCK_T"])
+        wrap_triton(maxima_kernel)[(N + R if pairwise else N, blocks)](
+            rows.tokens, rows.mask, rows.ends_in_range, *of_sequences, None, best, winners, T, rows.count, *sizes, 0, T,
+            PAIRWISE=pairwise, **tile,
+        )  # fmt: skip
+        return best, winners
+    S = sequences.tokens.shape[0]
+    step = max(1, AT_ONCE // max(S, 1))
+    for first in range(0, T, step):
+        some = slice(first, first + step)
+        products = rows.tokens[some] @ sequences.tokens.t()
+        mask, M = None if rows.mask is None else rows.mask[some], products.shape[0]
+        wrap_triton(maxima_kernel)[(N, cdiv(M, TILE_OF_PRODUCTS["BLOCK_T"]))](
+            rows.tokens, mask, None, *of_sequences, products, best[:, some], winners[:, some], M, 1, *sizes, S, T,
+            PAIRWISE=False, **TILE_OF_PRODUCTS,
+        )  # fmt: skip
     return best, winners
 
 

@@ -15,7 +15,8 @@ Backward, given the gradient g of the score, w_t the token of the document that 
     dd_s = sum over queries and their t with w_t = s of g * q_t
 
 What is kept is w, 4 bytes for each token of a query and each document: N * T * 4 bytes, where the similarities of all
-tokens, which are never in memory, take N * T * L * 2 in bfloat16. `_maxima.py` has the kernels.
+tokens, which are never in memory (in float32 64 MiB of them), take N * T * L * 2 in bfloat16. `_maxima.py` has the
+kernels.
 """
 
 import math
@@ -194,6 +195,9 @@ def maxsim_cost(
     resized=maxsim_resized,
     workloads=maxsim_workloads,
     cost=maxsim_cost,
+    batch_dependent={
+        "output 0": "products in float32 are cuBLAS's, which chooses by the number of tokens",
+    },
 )
 def maxsim(
     query: Tensor,
@@ -208,7 +212,8 @@ def maxsim(
     """The sum over a query's tokens of their largest product with a token of a document, for queries and documents.
 
     Embeddings are used as they are: for cosine similarities normalize them first. The similarities of tokens are never
-    in memory. Each maximum passes its gradient to the token that has it, the first of several.
+    in memory, in float32 and in batch 64 MiB of them at a time. Each maximum passes its gradient to the token that has
+    it, the first of several.
 
     The maximum over a document without tokens is -inf, and so is its score with every query that has tokens. A query
     without tokens has score 0 with every document. Neither has a gradient.

@@ -16,8 +16,9 @@ token that has the maximum, the first of several:
     db_v = sum over sequences of dz_v
     dx_s = sum over v with w_v = s of dz_v * W_v
 
-The logits [B, L, V] are never in memory. What is kept is y, the output, and w, 4 bytes for each sequence and class:
-B * V * 4 bytes, where the logits take L / 2 times as much in bfloat16. `_maxima.py` has the kernels.
+The logits [B, L, V] are never in memory, in float32 no more than 64 MiB of them. What is kept is y, the output, and w,
+4 bytes for each sequence and class: B * V * 4 bytes, where the logits take L / 2 times as much in bfloat16.
+`_maxima.py` has the kernels.
 """
 
 from collections.abc import Iterator
@@ -168,6 +169,10 @@ def splade_head_cost(
     resized=splade_head_resized,
     workloads=splade_head_workloads,
     cost=splade_head_cost,
+    batch_dependent={
+        "output 0": "products in float32 are cuBLAS's, which chooses by the number of tokens",
+        "gradient of input": "it has the output's bits as a factor",
+    },
 )
 def splade_head(
     input: Tensor,
@@ -179,8 +184,8 @@ def splade_head(
 ) -> Tensor:
     """The largest `log1p(relu(linear(input, weight, bias)))` of each sequence's tokens, for each class.
 
-    The logits are never in memory. Each maximum passes its gradient to the token that has it, the first of several; a
-    weight of zero passes none. A sequence without tokens has zeros.
+    The logits are never in memory, in float32 64 MiB of them at a time. Each maximum passes its gradient to the token
+    that has it, the first of several; a weight of zero passes none. A sequence without tokens has zeros.
 
     Under autocast it runs in autocast's dtype.
 

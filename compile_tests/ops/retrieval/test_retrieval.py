@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compile_tests.helpers.backend_checks import require_same
 from llmk import losses
 from llmk.functional import maxsim, splade_head
+from llmk.ops.retrieval import _maxima
 
 RANDOM = torch.Generator().manual_seed(0)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -122,7 +123,7 @@ def test_ties_go_to_the_first_token(device: torch.device) -> None:
 @pytest.mark.kernels
 def test_what_does_not_count_may_be_anything(device: torch.device) -> None:
     query, document = (x.detach() for x in embeddings(torch.float32, device))
-    masks = {"query_mask": first(Q_LENGTHS, device), "document_mask": first(D_LENGTHS, device)}
+    masks: dict[str, Any] = {"query_mask": first(Q_LENGTHS, device), "document_mask": first(D_LENGTHS, device)}
     right = maxsim(query, document, **masks)
     for value in (inf, nan):
         filled = [x.masked_fill(~mask.unsqueeze(-1), value).requires_grad_()
@@ -165,6 +166,17 @@ def test_no_similarities_in_memory(device: torch.device) -> None:
     assert noted.most < 6 * 5 * 20 * 40 / 2
 
 
+@pytest.mark.kernels
+def test_float32_products_in_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_maxima, "AT_ONCE", 4 * len(D_LENGTHS) * max(D_LENGTHS))
+    masks: dict[str, Any] = {"query_mask": first(Q_LENGTHS, device), "document_mask": first(D_LENGTHS, device)}
+
+    def ours(query: Tensor, document: Tensor) -> Tensor:
+        return maxsim(query, document, **masks)
+
+    require_same(ours, in_batch, embeddings(torch.float32, device))
+
+
 def weights_of_classes(x: Tensor, weight: Tensor, bias: Tensor, lengths: Sequence[int]) -> Tensor:
     found = []
     for tokens in parts(x, lengths):
@@ -181,8 +193,8 @@ def test_splade_head(dtype: torch.dtype, compiled: bool, device: torch.device) -
     x, weight, bias = (t.to(device, dtype).requires_grad_() for t in (normal(3, 70, 12), normal(9, 12), normal(9)))
     mask = first(lengths, device)
 
-    def ours(*tensors: Tensor) -> Tensor:
-        return splade_head(*tensors, mask=mask)
+    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return splade_head(x, weight, bias, mask=mask)
 
     require_same(run(ours, compiled), lambda *tensors: weights_of_classes(*tensors, lengths), [x, weight, bias])
 
@@ -190,8 +202,8 @@ def test_splade_head(dtype: torch.dtype, compiled: bool, device: torch.device) -
 @pytest.mark.kernels
 def test_splade_head_packed(device: torch.device) -> None:
     """The bits of the padded batch."""
-    lengths, weight = (6, 0, 3), normal(40, 8).to(device)
-    x, mask = normal(3, 6, 8).to(device), first(lengths, device)
+    lengths, weight = (6, 0, 3), normal(40, 8).to(device, torch.bfloat16)
+    x, mask = normal(3, 6, 8).to(device, torch.bfloat16), first(lengths, device)
     found = splade_head(x[mask], weight, offsets=ends(lengths, device))
     assert torch.equal(found, splade_head(x, weight, mask=mask))
     assert not found[1].any()
