@@ -19,7 +19,7 @@ from benchmarks.report import header
 from benchmarks.run import DTYPE
 from llmk.bench.timing import Timer
 from llmk.bench.ways import way_of
-from llmk.ops.linear_loss.rows.plan import plan
+from llmk.ops.linear_loss.chunked.plan import plan
 from llmk.registry import OPS, Sample
 
 SHAPE, CHUNK_SIZES = (8192, 4096, 128256), (512, 1024, 2048, 4096, 8192, 0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.products import PRODUCTS
 from benchmarks.report import header
 from llmk.bench.timing import Timer
-from llmk.ops.linear_loss.rows.plan import kept_rows
+from llmk.ops.linear_loss.chunked.plan import kept_rows
 from llmk.registry import OPS
 
 DTYPE = torch.bfloat16

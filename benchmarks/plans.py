@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.report import header
 from llmk.bench.timing import Timer
-from llmk.ops.linear_loss.rows.plan import ROW_MULTIPLE, Plan, memory, plan
+from llmk.ops.linear_loss.chunked.plan import ROW_MULTIPLE, Plan, memory, plan
 from llmk.registry import OPS, cdiv
 
 DTYPE = torch.bfloat16

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.rows.plan import plan
+from llmk.ops.linear_loss.chunked.plan import plan
 
 Call = Callable[[], None]
 ALIGNED = 16

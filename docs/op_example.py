@@ -33,7 +33,7 @@ OUTPUTS = {
     "router_topk": ("weights", "experts"),
     "router_topk_sums": ("weights", "sums", "squares", "experts", "counts"),
 }
-"""The results of operators that have several."""
+"""The results of operators that have several; without an entry they are y0, y1 and so on."""
 
 
 def example(op: Op) -> str:
@@ -109,7 +109,8 @@ def _calls(op: Op, sample: Sample) -> Iterator[str]:
     written = {name: name if isinstance(v, Tensor) or _are_tensors(v) else repr(v) for name, v in bound.items()}
     arguments = ", ".join((f"{name}=" if name in sample.kwargs else "") + text for name, text in written.items())
     namespace = "llmk.functional" if hasattr(llmk.functional, op.name) else "torch.ops.llmk"
-    outputs = ["y"] if len(op.schema.returns) == 1 else OUTPUTS[op.name]
+    count = len(op.schema.returns)
+    outputs = ["y"] if count == 1 else OUTPUTS.get(op.name, [f"y{i}" for i in range(count)])
     yield f"{', '.join(outputs)} = {namespace}.{op.name}({arguments})"
     wanted = [name for name in op.differentiable if isinstance(bound.get(name), Tensor)]
     result = op.overload(**{name: v.detach().requires_grad_() if name in wanted else v for name, v in bound.items()})

@@ -7,6 +7,7 @@ Options that are not given are taken from `[tool.llmk.opcheck]` in the pyproject
 import argparse
 import dataclasses
 import faulthandler
+import importlib.metadata
 import inspect
 import os
 import sys
@@ -28,15 +29,17 @@ from llmk.opcheck.report.baseline import Accepted, accept, read_baseline, unused
 from llmk.opcheck.report.causes import causes
 from llmk.opcheck.report.journal import Journal
 from llmk.opcheck.report.reports import Place, annotations, notes, table, write_reports
-from llmk.opcheck.runner import Result, RunningCheck, checks, path_taken, promise_named
+from llmk.opcheck.runner import DeviceLost, Result, RunningCheck, checks, path_taken, promise_named, promises_for
 from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer, sanitize_in_processes
 from llmk.opcheck.search.search import searches
 from llmk.opcheck.settings import words_of_table
 from llmk.registry import Op
 from llmk.registry.devices import INTERPRET
+from llmk.registry.private.kernels import TRITON, check_interpreter
 
 UNITS_A_JOB = 4
 TIMEOUT = 1800
+PATHS = {"reference": "reference", "gpu": "GPU kernel", "interpreter": "interpreter"}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -72,8 +75,9 @@ def _parser() -> _Parser:
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated (default: all)")
     parser.add_argument(
         "--path",
-        choices=("all", "reference", "interpreter"),
-        help="on a CPU: plain PyTorch, the kernels in Triton's interpreter, or both (default)",
+        choices=("all", *PATHS),
+        help="on a CPU: plain PyTorch (reference), the kernels in Triton's interpreter, or both (default); on a GPU: "
+        "the kernels (gpu), their code in Triton's interpreter, or both (default, but for llmk's own operators: gpu)",
     )
     for name, text in (
         ("--only", "check these promises only; may be repeated"),
@@ -136,9 +140,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not (options.journal or options.call_samples):
         _take_table(options)
-    options.device = options.device or device_named("cuda" if torch.cuda.is_available() else "cpu")
-    if options.device.type != "cpu" and options.path not in (None, "all"):
-        parser.error("argument --path: it is for the CPU; on a GPU the kernels run")
+    here = ("all", "reference" if options.device.type == "cpu" else "gpu", "interpreter")
+    if options.path not in (None, *here):
+        parser.error(f"argument --path: expected {', '.join(here)} on {options.device.type}, got {options.path}")
     _require_fitting(options)
     return options
 
@@ -185,8 +189,9 @@ def _take_table(options: argparse.Namespace) -> None:
     except ValueError as error:
         _refuse(f"pyproject.toml: {error}")
     options.dtype = options.dtype or table.dtype
-    options.device = options.device or table.device
-    if options.device is None or options.device.type == "cpu":
+    at_hand = "cuda" if torch.cuda.is_available() else "cpu"
+    options.device = options.device or table.device or device_named(at_hand)
+    if options.device.type == "cpu":
         options.path = options.path or table.path
     if not (_mode(options) or options.only):
         options.only, options.skip = table.only, options.skip or table.skip
@@ -264,11 +269,31 @@ class Progress:
             print(f"\r{'':<78}\r", end="", file=sys.stderr, flush=True)
 
 
-def paths(device: torch.device, choice: str | None) -> Sequence[str]:
-    """The paths to check; each needs a process of its own, since Triton decides at import whether it interprets."""
-    if device.type != "cpu" or INTERPRET:
-        return (path_taken(device),)
-    return ("reference", "interpreter") if choice in (None, "all") else (choice,)
+def paths(options: argparse.Namespace, name: str) -> list[str]:
+    """The paths on which to check what has this name; each needs a process of its own, since Triton decides at import
+    whether it interprets.
+
+    On a GPU the interpreter searches nothing, and it gets llmk's operators where it is asked for only: the tests
+    interpret them on a CPU.
+    """
+    if INTERPRET:
+        return [path_taken(options.device)]
+    if options.path in PATHS:
+        return [PATHS[options.path]]
+    if options.device.type == "cpu":
+        return [PATHS["reference"], PATHS["interpreter"]]
+    left_out = options.search or (is_own(name) and options.path is None) or not_interpretable()
+    asked = promises_for(options.device, options.only, options.skip or (), PATHS["interpreter"])
+    return [PATHS["gpu"]] if left_out or not asked else [PATHS["gpu"], PATHS["interpreter"]]
+
+
+def not_interpretable() -> str:
+    """Return why Triton's interpreter does not run with the packages at hand; empty where it does."""
+    try:
+        check_interpreter(TRITON, importlib.metadata.version("numpy"))
+    except ImportError as error:  # numpy may be missing
+        return str(error)
+    return ""
 
 
 def call_here(options: argparse.Namespace) -> None:
@@ -293,15 +318,18 @@ def check_here(options: argparse.Namespace) -> None:
             faulthandler.dump_traceback_later(options.timeout, exit=True)
         journal.note_running(running)
 
-    for op in _records(options):
-        where = options.device, _dtypes(options)
-        if options.search:
-            whole = adapted(op, options.device, _dtypes(options) or op.dtypes)
-            results = searches(whole, *where, options.search, options.seed or 0, begin, done)
-        else:
-            results = checks(op, *where, options.only, begin, done, skip=options.skip or ())
-        for result in results:
-            journal.note_result(result)
+    try:
+        for op in _records(options):
+            where = options.device, _dtypes(options)
+            if options.search:
+                whole = adapted(op, options.device, _dtypes(options) or op.dtypes)
+                results = searches(whole, *where, options.search, options.seed or 0, begin, done)
+            else:
+                results = checks(op, *where, options.only, begin, done, skip=options.skip or ())
+            for result in results:
+                journal.note_result(result)
+    except DeviceLost as error:
+        raise SystemExit(str(error)) from None
     faulthandler.cancel_dump_traceback_later()
     journal.note_end()
 
@@ -325,7 +353,8 @@ def names_of_each_process(names: Sequence[str], jobs: int) -> list[tuple[str, ..
 
 def check_all(options: argparse.Namespace) -> list[Result]:
     names = names_of_each_process(options.ops or list(registry.OPS), options.jobs)
-    units = [Unit(part, path) for path in paths(options.device, options.path) for part in names]
+    units = [Unit(part, path) for part in names for path in paths(options, part[0])]
+    units.sort(key=lambda unit: unit.path == PATHS["interpreter"])
     given = (("--dtype", options.dtype), ("--only", options.only), ("--skip", options.skip))
     passed_on = [word for option, values in given for value in values or () for word in (option, value)]
     if options.reference:
@@ -422,6 +451,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(results))
     for line in (*notes(results), *unused(results, entries)):
         print(line)
+    if options.device.type != "cpu" and not_interpretable():
+        print(f"kernels were not interpreted: {not_interpretable()}")
     for cause in causes(results):
         print(f"\n{cause}")
     for result in results if options.search else ():

@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 
 from llmk.opcheck.calls import call, device_of, float_dtype, words_of
+from llmk.opcheck.inputs import BrokenPromise
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
 
@@ -25,14 +26,16 @@ def what_else_runs_it(op: Op, sample: Sample) -> str | None:
     """Return what to do where an operator has no code for a CPU; None where it has, right or wrong.
 
     It has none if a plain call on a CPU raises an error that names a device, or a line of code that asks for one does,
-    or if a kernel uses what Triton's interpreter lacks.
+    or if a kernel uses what Triton's interpreter lacks. So does a GPU's kernel that raises any error there: whether it
+    runs, the GPU says.
     """
-    if device_of(op, sample).type != "cpu":
+    on_gpu = device_of(op, sample).type != "cpu"
+    if on_gpu and not INTERPRET:
         return None
     try:
         call(op, sample, ())
     except Exception as error:
-        if names_device(error) or _interpreter_lacks(error):
+        if (on_gpu and not isinstance(error, BrokenPromise)) or names_device(error) or _interpreter_lacks(error):
             advice = _IN_THE_INTERPRETER if INTERPRET else _ON_A_CPU
             first = (str(error).strip() or words_of(error)).partition("\n")[0]
             return f"{advice} ({type(error).__name__}: {first})"

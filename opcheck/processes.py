@@ -67,7 +67,7 @@ def check_in_process(
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)} | os.environ | {"OMP_NUM_THREADS": str(threads)}
     if unit.path == "interpreter":
         environment["TRITON_INTERPRET"] = "1"
-    elif unit.path == "reference":
+    else:
         environment.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "journal.jsonl")

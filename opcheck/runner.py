@@ -26,6 +26,7 @@ from llmk.opcheck.promises.table import (
     HABITS,
     IN_ONE_DTYPE,
     INTERPRETER_PROMISES,
+    OF_KERNELS,
     OF_LAYERS,
     ON_REQUEST,
     PROMISES,
@@ -89,9 +90,9 @@ class RunningCheck:
 
 def path_taken(device: torch.device) -> str:
     """Return what this process runs on a device: the PyTorch reference, Triton's interpreter or GPU kernels."""
-    if device.type != "cpu":
-        return "GPU kernel"
-    return "interpreter" if INTERPRET else "reference"
+    if INTERPRET:
+        return "interpreter"
+    return "reference" if device.type == "cpu" else "GPU kernel"
 
 
 def check(
@@ -155,17 +156,27 @@ def require_known(names: Iterable[str]) -> None:
         promise_named(name)
 
 
-def promises_for(device: torch.device, names: Sequence[str] | None = None, skip: Sequence[str] = ()) -> list[Promise]:
-    """Return the promises to check, in opcheck's order: all by default but for those that are only asked by name."""
+def promises_for(
+    device: torch.device, names: Sequence[str] | None = None, skip: Sequence[str] = (), path: str = ""
+) -> list[Promise]:
+    """Return the promises to check, in opcheck's order: all by default but for those that are only asked by name.
+
+    `path` is the one that this process takes, if no other is given. A GPU's kernels are interpreted for what is asked
+    of their own code; all else is asked of them on the GPU.
+    """
     left_out = [promise_named(name) for name in skip]
-    known = INTERPRETER_PROMISES if path_taken(device) == "interpreter" else ()
-    if device.type == "cuda":
-        known += tuple(promise for promise in PROMISES if names or promise not in ASKED_ON_A_GPU) + GPU_PROMISES
+    interprets = (path or path_taken(device)) == "interpreter"
+    if device.type == "cpu":
+        known, on_request = (INTERPRETER_PROMISES if interprets else ()) + PROMISES + ON_REQUEST, ON_REQUEST
+    elif interprets:
+        known, on_request = OF_KERNELS, ()
     else:
-        known += PROMISES
-    if names is not None:
+        known, on_request = PROMISES + GPU_PROMISES + ON_REQUEST, (*ON_REQUEST, *ASKED_ON_A_GPU)
+    if names is None:
+        left_out += on_request
+    else:
         wanted = [promise_named(name) for name in names]
-        known = tuple(promise for promise in known + ON_REQUEST if promise in wanted)
+        known = tuple(promise for promise in known if promise in wanted)
     return [promise for promise in known if promise not in left_out]
 
 
@@ -312,6 +323,7 @@ def _check_one(
             broken.append(error)
         except Exception as error:  # an operator that raises where it should not is broken as well
             broken.append(_raised(error, at))
+        _require_usable(device, f"{op.name} {dtype} {name}: {broken[-1]}")
         others = [sample for sample in left if sample is not at]
         if len(others) in (0, len(left)) or not str(broken[-1]).startswith(str(at)):
             break
@@ -326,6 +338,18 @@ def _check_one(
     return Result(op.name, str(device), dtype, path_taken(device), name, worst is None, message, seconds, calls, wrong)
 
 
+class DeviceLost(Exception):
+    """A kernel ended the process's context on a GPU, as an access to memory that is not there does: no call works."""
+
+
+def _require_usable(device: torch.device, words: str) -> None:
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise DeviceLost(words.partition("\n")[0]) from error
+
+
 def _raised(error: Exception, at: Sample | None) -> BrokenPromise:
     """Return the broken promise of an operator that raises an error at a sample."""
     where = traceback.extract_tb(error.__traceback__)[-1]
@@ -337,7 +361,10 @@ def _run(promise: Promise, op: Op, samples: Sequence[Sample], device: torch.devi
     if not samples:
         raise BrokenPromise("the record yields no samples")
     with around(op, device):
-        return promise(op, samples) or ""
+        note = promise(op, samples) or ""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # an error of a kernel that still runs is this promise's
+        return note
 
 
 @contextlib.contextmanager

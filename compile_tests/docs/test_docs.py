@@ -112,6 +112,16 @@ def test_formulas_are_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(formulas) <= set(OPS)
 
 
+def test_an_operator_of_several_results_has_an_example_without_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmk.registry import OPS
+
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    examples = importlib.import_module("op_example")
+    assert "q_rotated, k_rotated = llmk.functional.rope(" in examples.example(OPS["rope"])
+    monkeypatch.delitem(examples.OUTPUTS, "rope")
+    assert "y0, y1 = llmk.functional.rope(" in examples.example(OPS["rope"])
+
+
 def test_readme_names_every_operator() -> None:
     from llmk.registry import OPS
 

@@ -175,13 +175,13 @@ class Gelu(Function):
     def forward(ctx, x):
         assert x.is_contiguous()
         ctx.save_for_backward(x)
-        return (0.5 * x * (1 + torch.erf(x * 0.5**0.5))).view(-1).view(x.shape)
+        return (0.5 * x * torch.erfc(-x * 0.5**0.5)).view(-1).view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        cdf, pdf = 0.5 * (1 + torch.erf(x * 0.5**0.5)), torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5
+        cdf, pdf = 0.5 * torch.erfc(-x * 0.5**0.5), torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5
         return grad * (cdf + x * pdf)
 
 

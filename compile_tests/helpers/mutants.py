@@ -192,6 +192,11 @@ def depends_on_rows(x: Tensor) -> Tensor:
     return x * x if x.shape[0] in (64, 33, 7) else x.square()
 
 
+def on_the_default_device(x: Tensor) -> Tensor:
+    place = torch.get_default_device()
+    return x * x * torch.ones(x.shape[1], dtype=x.dtype, device=x.device if place.type == "cpu" else place)
+
+
 def clones_its_input(x: Tensor) -> Tensor:
     return x.clone() * x
 
@@ -286,10 +291,7 @@ BROKEN: dict[str, tuple[str, Callable[[str], Op]]] = {
         "default_dtype",
         lambda n: square(n, lambda x: x * x * torch.ones(x.shape[1], device=x.device)),
     ),
-    "default_device_leaks": (
-        "default_device",
-        lambda n: square(n, lambda x: x * x * torch.ones(x.shape[1], dtype=x.dtype, device=torch.get_default_device())),
-    ),
+    "default_device_leaks": ("default_device", lambda n: square(n, on_the_default_device)),
     "other_when_compiled": ("compiled_samples", lambda n: composite(n, other_when_compiled)),
     "recompiles": ("no_recompile", lambda n: composite(n, depends_on_rows)),
     "clones": ("clean_graph", lambda n: composite(n, clones_its_input)),

@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
-from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference
+from llmk.ops.recurrence.gated_delta_rule import recurrence_reference
 
 Results = tuple[Tensor, Tensor]
-REFERENCES: dict[str, Callable[..., Results]] = {
-    "gated_delta_rule": gated_delta_rule_reference,
-    "gated_linear_attention": gated_linear_attention_reference,
-}
+REFERENCES: dict[str, Callable[..., Results]] = dict.fromkeys(
+    ("gated_delta_rule", "gated_linear_attention"), recurrence_reference
+)
 
 per_channel_or_head = pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
 

@@ -120,7 +120,7 @@ def of_policy(options: PolicyOptions) -> Function:
 
     def each(logps: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, weight: Tensor) -> Tensor:
         terms = PolicyTerms(
-            advantages=advantages, weight=weight, old_logps=old, ref_logps=ref, kl_weight=weight, options=options,
+            advantages=advantages, token_weight=weight, old_logps=old, ref_logps=ref, kl_weight=weight, options=options,
             level=lambda values: values,
         )  # fmt: skip
         return terms.token_losses(logps, torch.zeros_like(logps))

@@ -160,7 +160,7 @@ def test_dppo_of_probabilities_0_and_1(device: torch.device) -> None:
     kept = {}
     for sign in (1.0, -1.0):
         terms = PolicyTerms(
-            advantages=sign * ones, weight=ones, old_logps=old, options=options, level=lambda values: values
+            advantages=sign * ones, token_weight=ones, old_logps=old, options=options, level=lambda values: values
         )
         mask = terms.keeps(logps)
         assert mask is not None

@@ -15,7 +15,7 @@ from compile_tests.helpers.mutants_gpu import BROKEN_ON_A_GPU
 from compile_tests.helpers.mutants_kernels import BROKEN_KERNELS
 from compile_tests.helpers.mutants_rows import BROKEN_ROWS
 from llmk.opcheck import check
-from llmk.opcheck.calls import call, traced_kinds
+from llmk.opcheck.calls import call, require_no_gross_error, traced_kinds
 from llmk.opcheck.inputs import BrokenPromise, watched_by
 from llmk.opcheck.promises.compiled import compiled_samples
 from llmk.opcheck.promises.gradients import require_finite
@@ -97,6 +97,26 @@ def test_another_order_of_sums_and_nan_are_no_fault_of_a_call() -> None:
     op = square("some_order", backward=in_some_order, samples=samples)
     results = check(op, only=["two_calls", "checkpointed"])
     assert [result.verdict for result in results] == ["kept", "kept"], results
+
+
+def test_a_long_sum_in_turn_is_no_gross_error() -> None:
+    """It loses far more than PyTorch's tree does, as a sum by atomics on a GPU; two more digits lost are an error."""
+
+    def in_turn(x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(x[0])
+        for row in x:
+            total += row
+        return total
+
+    def tree(x: torch.Tensor) -> torch.Tensor:
+        return x.double().sum(0).to(x.dtype)
+
+    sample = Sample((torch.randn(4097, 2000, dtype=torch.float32, device="cpu"),), why="long")
+    op = square("sum_in_turn", in_turn, reference=tree, differentiable=())
+    require_no_gross_error(op, sample, call(op, sample))
+    rounded = square("sum_in_bfloat16", lambda x: tree(x.bfloat16()).float(), reference=tree, differentiable=())
+    with pytest.raises(BrokenPromise, match="output 0: element"):
+        require_no_gross_error(rounded, sample, call(rounded, sample))
 
 
 def test_a_sound_op_passes() -> None:

@@ -14,9 +14,10 @@ from compile_tests.helpers.own_op import OWN_OP
 from llmk.opcheck import __main__ as command
 from llmk.opcheck import assert_passes, check
 from llmk.opcheck.__main__ import main, parse
+from llmk.opcheck.inputs import watched_by
 from llmk.opcheck.report.reports import annotations, junit, notes, sarif
 from llmk.opcheck.runner import Result, promises_asked, promises_for
-from llmk.registry import Op, Sample
+from llmk.registry import Sample
 
 CPU = torch.device("cpu")
 HELD = dataclasses.replace(record("held", overload=torch.ops.aten.square.default), dtypes=(torch.float32,))
@@ -253,18 +254,13 @@ def test_the_report_has_causes_with_their_places(folder: Path, monkeypatch: pyte
 
 def test_samples_may_be_given() -> None:
     """The samples are taken in every dtype, whatever they were made in, and as tuples of arguments."""
-    kinds: list[tuple[torch.dtype, tuple[int, ...]]] = []
-
-    def reference(input: torch.Tensor) -> torch.Tensor:
-        kinds.append((input.dtype, tuple(input.shape)))
-        return input.square()
-
-    op: Op = dataclasses.replace(HELD, reference=reference)
+    called: list[Sample] = []
     sample = Sample((torch.rand(2, 3, dtype=torch.float64),), why="a few")
-    results = check(op, [sample, (torch.rand(4),)], dtypes=[torch.float16], only=["values_and_gradients"])
+    with watched_by(called.append):
+        results = check(HELD, [sample, (torch.rand(4),)], dtypes=[torch.float16], only=["values_and_gradients"])
     assert [(r.passed, r.calls >= 2) for r in results] == [(True, True)]
-    assert {shape for _, shape in kinds} == {(2, 3), (4,)}
-    assert {dtype for dtype, _ in kinds} == {torch.float16, torch.float64}
+    assert {tuple(sample.args[0].shape) for sample in called} == {(2, 3), (4,)}
+    assert {sample.args[0].dtype for sample in called} == {torch.float16}
 
 
 def test_pytest_gets_one_error_with_the_report() -> None:

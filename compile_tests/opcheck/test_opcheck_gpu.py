@@ -1,17 +1,26 @@
 """opcheck finds what only a GPU shows, with `pytest --device cuda`; parts of it are tested anywhere."""
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from compile_tests.helpers.mutants_gpu import BROKEN_ON_A_GPU
 from llmk.opcheck import check
+from llmk.opcheck import runner as opcheck_runner
+from llmk.opcheck.__main__ import not_interpretable, paths
 from llmk.opcheck.inputs import BrokenPromise
+from llmk.opcheck.processes import Unit, check_in_process
 from llmk.opcheck.promises import gpu as gpu_promises
 from llmk.opcheck.promises.gpu import counted_replays, generator_kept, late, require_captured, reversed_rows
-from llmk.opcheck.promises.table import GPU_PROMISES
+from llmk.opcheck.promises.kernels import in_bounds
+from llmk.opcheck.promises.table import GPU_PROMISES, INTERPRETER_PROMISES, OF_KERNELS
+from llmk.opcheck.runner import DeviceLost, promises_for
 from llmk.registry import Sample
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize("name", BROKEN_ON_A_GPU)
@@ -74,3 +83,52 @@ def test_other_inputs_are_the_same_rows() -> None:
     assert sample.args[1] == 0.5
     assert sample.args[2].tolist() == [0, 2, 2]  # ends of groups: in another order they are none
     assert sample.kwargs["weight"].tolist() == [1.0, 0.5]
+
+
+def test_a_gpus_kernels_are_interpreted_for_what_is_asked_of_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(name: str = "my_ops.py", path: str | None = None, **asked: Any) -> list[str]:
+        given = {"device": CUDA, "search": None, "only": None, "skip": None} | asked
+        return paths(SimpleNamespace(path=path, **given), name)  # type: ignore[arg-type]
+
+    assert promises_for(CUDA, path="interpreter") == list(OF_KERNELS)
+    assert promises_for(CUDA, ["in_bounds", "no_alias", "compiled_shapes"], path="interpreter") == [in_bounds]
+    assert not {*promises_for(CUDA, path="GPU kernel")} & {*INTERPRETER_PROMISES}
+    both = ["GPU kernel", "interpreter"]
+    assert chosen() == chosen(path="all") == chosen(only=["in_bounds"]) == chosen("add", "all") == both
+    assert chosen("add") == chosen(search=9) == chosen(only=["no_alias"]) == chosen(path="gpu") == both[:1]
+    assert chosen(path="interpreter") == chosen(path="interpreter", search=9) == both[1:]
+    assert chosen(device=CPU, only=["no_alias"]) == ["reference", "interpreter"]
+    monkeypatch.setattr("llmk.opcheck.__main__.TRITON", (3, 6))
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.4.0")
+    assert chosen() == both[:1]
+    assert "expects numpy<2.4, got numpy 2.4.0" in not_interpretable()
+
+
+def test_a_lost_gpu_ends_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every later call would fail: the promise is broken, and another process goes on."""
+
+    def synchronize(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    opcheck_runner._require_usable(CPU, "mine float32 far_rows: a row")
+    with pytest.raises(DeviceLost, match=r"^mine float32 far_rows: a row: an error$"):
+        opcheck_runner._require_usable(CUDA, "mine float32 far_rows: a row: an error\nof several lines")
+    file = tmp_path / "lost.py"
+    file.write_text(LOSES_THE_DEVICE)
+    (result,) = check_in_process(Unit((str(file),), "reference"), CPU, ["--only", "no_alias"], threads=1)
+    assert (result.promise, result.message) == ("import", "the process ended with exit code 1: mine: an error")
+
+
+LOSES_THE_DEVICE = """
+import torch
+from llmk.opcheck.runner import DeviceLost
+from llmk.registry import Op
+
+def samples(device, dtype):
+    raise DeviceLost("mine: an error")
+
+OP = Op(
+    name="mine", overload=torch.ops.aten.square.default, reference=torch.square, samples=samples, differentiable=()
+)
+"""

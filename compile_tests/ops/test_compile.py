@@ -108,7 +108,7 @@ def test_flop_counter_of_pairs(
 
     The formula knows sizes alone: it counts tokens that are skipped too.
     """
-    monkeypatch.setattr("llmk.ops.linear_loss.rows.plan.KEPT_BUDGET", kept_budget)
+    monkeypatch.setattr("llmk.ops.linear_loss.chunked.plan.KEPT_BUDGET", kept_budget)
     sequences = 1 if options.get("loss_type") == "kto" else 2
     x = torch.randn(3, sequences, 4, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(10, 16, device=device, dtype=torch.bfloat16, requires_grad=True)

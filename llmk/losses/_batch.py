@@ -23,7 +23,7 @@ from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy, outsid
 from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
 from llmk.ops.linear_loss.head import Head, check_linear
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
-from llmk.ops.linear_loss.objectives.policy import PolicyTerms
+from llmk.ops.linear_loss.objectives.policy import PER_TOKEN, PolicyTerms
 from llmk.ops.linear_loss.vocab_parallel_linear_ce import vocab_parallel_linear_ce
 from llmk.registry import LARGEST, check_integer, check_not_negative, check_number, check_option, check_same, is_sharded
 from llmk.registry.checks import TINY
@@ -321,19 +321,12 @@ def resolve_num_sequences(num_sequences: int | None, name: str, sequence_values:
     return given if num_sequences is None else num_sequences
 
 
-def make_head(arguments: Mapping[str, Any]) -> Head:
-    """Return the projection of a function's arguments, on this rank of a `vocab_group`."""
-    return Head.of(arguments, **own_classes(arguments["linear_weight"], arguments.get("vocab_group")))
-
-
 def cross_entropy_sum(head: Head, target: Tensor, **options: Any) -> Tensor:
     """Return the cross entropy at temperature 1, summed over tokens, with options of `fused_linear_ce`."""
-    head = head.without_scale()
-    if head.group_name:
-        given = head.arguments(without=("temperature", "logit_scale"))
-        return vocab_parallel_linear_ce(target=target, reduction="sum", **given, **options)
-    given = head.arguments(without=("temperature", "logit_scale", *VocabSlice.__annotations__))
-    return fused_linear_ce(target=target, reduction="sum", **given, **options)
+    without, operator = ("temperature", "logit_scale"), vocab_parallel_linear_ce
+    if not head.group_name:
+        without, operator = (*without, *VocabSlice.__annotations__), fused_linear_ce
+    return operator(target=target, reduction="sum", **head.arguments(without), **options)
 
 
 @dataclass(frozen=True)
@@ -360,7 +353,8 @@ class Batch:
         ids, support = arguments.get("sequence_ids"), arguments.get("support")
         order = resolve_pair_order(arguments["pair_order"], ids) if in_pairs else None
         check_batch(*(arguments[name] for name in (*BATCH, "ignore_index")))
-        head, target, outside = make_head(arguments), arguments["target"], {}
+        own = own_classes(arguments["linear_weight"], arguments.get("vocab_group"))
+        head, target, outside = Head.of(arguments, **own), arguments["target"], {}
         if support is not None:
             target, outside = _without_unsupported(head, target, support, ranks)
         sequences = make_sequences(head.input, target, head.ignore_index, ids, count, order, ranks)
@@ -449,9 +443,8 @@ class Batch:
             logprobs, entropy = self.logprobs()
             return self.sequences.total(terms.loss(logprobs, entropy)), logprobs.detach(), entropy.detach()
         loss, logprobs, entropy = fused_linear_policy(
-            target=self.target, advantages=terms.advantages, token_weight=terms.weight, old_logps=terms.old_logps,
-            ref_logps=terms.ref_logps, kl_weight=terms.kl_weight, entropy_weight=terms.entropy_weight,
-            support=self.support, **terms.options._asdict(), **head.arguments(),
+            target=self.target, support=self.support, **{name: getattr(terms, name) for name in PER_TOKEN},
+            **terms.options._asdict(), **head.arguments(),
         )  # fmt: skip
         return self.sequences.total(loss), logprobs, entropy
 

@@ -8,7 +8,6 @@ Reference implementation: `trl.trainer.dpo_trainer`, https://github.com/huggingf
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmk.losses._batch import Sequences, check_denominator, denominator_of
@@ -20,37 +19,26 @@ from llmk.registry import FromArguments
 
 @dataclass(frozen=True)
 class Pairs:
-    """Inputs of the losses for each pair, `[P]` in float32."""
+    """Inputs of the losses for each pair, `[P]` in float32; two are those of the chosen and of the rejected ones."""
 
-    chosen_logratios: Tensor  # log of policy / reference over the completion
-    rejected_logratios: Tensor
-    chosen_rewards: Tensor
-    rejected_rewards: Tensor
-    chosen_lengths: Tensor
-    rejected_lengths: Tensor
-    policy_margin: Tensor  # the policy's log-probability of chosen minus that of rejected
-    ref_margin: Tensor
+    logratios: tuple[Tensor, Tensor]  # log of policy / reference over the completion
+    rewards: tuple[Tensor, Tensor]
+    lengths: tuple[Tensor, Tensor]
+    policy_logps: tuple[Tensor, Tensor]
+    ref_logps: tuple[Tensor, Tensor]
     nll: Tensor  # [], the mean negative log-likelihood of all chosen tokens
     exists: Tensor | None  # None if all do
-
-    @property
-    def rewards(self) -> tuple[Tensor, Tensor]:
-        return self.chosen_rewards, self.rejected_rewards
-
-    @property
-    def mean_rewards(self) -> tuple[Tensor, Tensor]:
-        chosen = self.chosen_rewards / self.chosen_lengths.clamp(min=1.0)
-        return chosen, self.rejected_rewards / self.rejected_lengths.clamp(min=1.0)
 
 
 def aot(pairs: Pairs, options: LossOptions) -> Tensor:
     """DPO on sorted margins of the policy and of the reference: Melnyk et al., 2024, https://arxiv.org/abs/2406.05882."""
-    return _smoothed(_sorted(pairs.policy_margin, pairs) - _sorted(pairs.ref_margin, pairs), options)
+    margins = (chosen - rejected for chosen, rejected in (pairs.policy_logps, pairs.ref_logps))
+    return GROUP_LOSSES["cpo"].value(options, *(_sorted(margin, pairs) for margin in margins))
 
 
 def aot_unpaired(pairs: Pairs, options: LossOptions) -> Tensor:
     """DPO on sorted log ratios, chosen and rejected by themselves: the same paper."""
-    return _smoothed(_sorted(pairs.chosen_logratios, pairs) - _sorted(pairs.rejected_logratios, pairs), options)
+    return GROUP_LOSSES["cpo"].value(options, *(_sorted(logratios, pairs) for logratios in pairs.logratios))
 
 
 def _sorted(values: Tensor, pairs: Pairs) -> Tensor:
@@ -59,14 +47,9 @@ def _sorted(values: Tensor, pairs: Pairs) -> Tensor:
     return values.sort().values
 
 
-def _smoothed(margin: Tensor, options: LossOptions) -> Tensor:
-    e, x = options.label_smoothing, options.beta * margin
-    return -(1 - e) * F.logsigmoid(x) - e * F.logsigmoid(-x)
-
-
 def sft(pairs: Pairs, options: LossOptions) -> Tensor:
     """The mean negative log-likelihood of the chosen tokens: the supervised term of a mixture."""
-    return pairs.nll.expand(pairs.chosen_rewards.shape)
+    return pairs.nll.expand(pairs.rewards[0].shape)
 
 
 BATCH_LOSSES = {"aot": aot, "aot_unpaired": aot_unpaired, "sft": sft}
@@ -81,8 +64,10 @@ def pair_losses(name: str, pairs: Pairs, options: LossOptions) -> Tensor:
     """Return the loss of each pair, `[P]`."""
     if name in BATCH_LOSSES:
         return BATCH_LOSSES[name](pairs, options)
-    loss = GROUP_LOSSES[name]
-    return loss.value(options, *(pairs.mean_rewards if loss.length_normalized else pairs.rewards))
+    loss, rewards = GROUP_LOSSES[name], pairs.rewards
+    if loss.length_normalized:
+        rewards = (reward / length.clamp(min=1.0) for reward, length in zip(rewards, pairs.lengths, strict=True))
+    return loss.value(options, *rewards)
 
 
 @dataclass(frozen=True, kw_only=True)

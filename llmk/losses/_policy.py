@@ -13,7 +13,6 @@ from torch import Tensor
 
 from llmk.losses._batch import Sequences, check_denominator, denominator_of
 from llmk.losses._ranks import sum_over
-from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
 from llmk.registry import LARGEST, FromArguments, check_flag, check_number
 
 
@@ -172,17 +171,3 @@ def ratio_level(name: str, sequences: Sequences) -> Callable[[Tensor], Tensor]:
         return lambda values: values
     reduced = sequences.token_means if name == "sequence" else sequences.sum
     return lambda values: torch.where(sequences.mask, sequences.expand_to_tokens(reduced(values)), 0.0)
-
-
-def policy_terms(
-    options: PolicyOptions, advantages: Tensor, weight: Tensor, sequences: Sequences, old_logps: Tensor | None = None
-) -> PolicyTerms:
-    """Return terms for tokens `[B, S]` without a reference or entropies."""
-    level = ratio_level(options.importance_sampling_level, sequences)
-    return PolicyTerms(
-        advantages=advantages,
-        weight=weight,
-        old_logps=old_logps,
-        options=options,
-        level=level,
-    )

@@ -29,7 +29,7 @@ def ratio_metrics(ratio: Tensor, mask: Tensor | None, groups: Groups) -> dict[st
     name = "sampling/importance_sampling_ratio"
     return {
         f"{name}/min": masked_min(ratio, mask, groups),
-        f"{name}/mean": _masked_mean(ratio, mask, groups),
+        f"{name}/mean": masked_mean(ratio, mask, groups),
         f"{name}/max": masked_max(ratio, mask, groups),
     }
 
@@ -41,12 +41,12 @@ def difference_metrics(old: Tensor, sampled: Tensor, sequences: Sequences) -> di
     name = "sampling/sampling_logp_difference"
     groups = sequences.ranks.tokens
     return {
-        f"{name}/mean": _masked_mean(difference, known, groups),
+        f"{name}/mean": masked_mean(difference, known, groups),
         f"{name}/max": masked_max(difference, known, groups),
     }
 
 
-def _masked_mean(values: Tensor, mask: Tensor, groups: Groups) -> Tensor:
+def masked_mean(values: Tensor, mask: Tensor, groups: Groups) -> Tensor:
     total = sum_over(groups, torch.where(mask, values, 0.0).sum())
     return total / denominator_of(sum_over(groups, mask.sum()))
 

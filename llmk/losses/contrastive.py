@@ -33,10 +33,8 @@ def info_nce(
         symmetric: Take the mean of both directions, as CLIP does.
         query_ids, key_ids, negative_ids: As in `llmk.functional.info_nce`: equal ids are no negatives.
         chunk_size: As in `llmk.functional.fused_linear_ce`, in queries.
-        group: A `torch.distributed.ProcessGroup`, its name or a DeviceMesh of one dimension, whose ranks' keys and
-            negatives are those of every query. Each rank has equally many rows. The loss is that of all ranks' queries,
-            the same on each, and so are its gradients: a parameter's is the sum over the ranks. Where DDP or FSDP takes
-            their mean, multiply the loss by the number of ranks. None is one rank.
+        group: The ranks whose keys and negatives are those of every query: a `torch.distributed.ProcessGroup`, its name
+            or a DeviceMesh of one dimension, as the group of `llmk.functional.info_nce`. None is one rank.
 
     Returns:
         The loss, a float32 scalar, and the metric "temperature".

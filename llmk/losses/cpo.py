@@ -43,10 +43,8 @@ def cpo(
         alpha: Parameter of AlphaPO: the reward of log-probability p is (1 - exp(-alpha * p)) / alpha; 0 is p itself.
         num_items_in_batch: As in `dpo`.
         num_chosen_tokens_in_batch: The denominator of `nll`, as in `dpo`.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        sequence_ids, num_sequences, pair_order, group, context_group: As in `dpo`.
-        vocab_group: As in `dpo`.
+        logits_dtype, sequence_ids, num_sequences, pair_order, group, context_group, vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names.
@@ -135,10 +133,8 @@ def simpo(
         simpo_gamma: Target reward margin.
         label_smoothing: Assumed fraction of pairs with flipped labels; 0 to 1.
         num_items_in_batch: As in `dpo`.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        sequence_ids, num_sequences, pair_order, group, context_group: As in `dpo`.
-        vocab_group: As in `dpo`.
+        logits_dtype, sequence_ids, num_sequences, pair_order, group, context_group, vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and the metrics of `cpo`. The mean over an empty completion is 0.
@@ -178,10 +174,8 @@ def orpo(
         beta: Weight of the odds ratio loss; positive.
         num_items_in_batch: As in `dpo`.
         num_chosen_tokens_in_batch: The denominator of `nll`, as in `dpo`.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        sequence_ids, num_sequences, pair_order, group, context_group: As in `dpo`.
-        vocab_group: As in `dpo`.
+        logits_dtype, sequence_ids, num_sequences, pair_order, group, context_group, vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names. A completion of probability 1, an empty one among

@@ -132,7 +132,7 @@ def distill(
         metrics = {"divergence": divergences.sum()} | ({"nll_loss": nll} if ce_weight > 0 else {})
         terms = () if is_one else divergences.unbind()
         return loss, metrics | {f"divergence/teacher_{i}": term for i, term in enumerate(terms)}
-    options |= teachers.only() | head.without_scale().arguments(without=("logit_scale",))
+    options |= teachers.only() | head.arguments(without=("logit_scale",))
     if ce_weight == 0.0:
         loss = means.whole(fused_linear_jsd(**options))
         return loss, {"divergence": loss.detach()}
@@ -156,7 +156,7 @@ def _of_several(
         ones = torch.ones(len(teachers[0]) + len(topk[0]), dtype=torch.float32, device=batch.target.device)
         weight = (ones if weight is None else weight.float()) * means.ratio()
         means = replace(means, share=means.nll_share)
-    head = batch.head.without_scale().arguments(without=("logit_scale", *VocabSlice.__annotations__))
+    head = batch.head.arguments(without=("logit_scale", *VocabSlice.__annotations__))
     weight = None if weight is None else weight.detach()
     parts = fused_linear_distill(teacher_weight=weight, **teachers._asdict(), **topk._asdict(), **options, **head)
     return (means.whole(part) for part in parts)
@@ -325,10 +325,9 @@ def distill_topk(
         add_tail: Add the tail as a class.
         token_weights: Weight `[B, S]` of each token's divergence, by which the mean does not divide; 1 if None.
         num_items_in_batch: Denominator of both sums, a scalar; the tokens that count if None.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         group: As in `sft`.
-        vocab_group: As in `dpo`.
+        logits_dtype, vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metrics "entropy", "divergence" and, with `ce_weight`,

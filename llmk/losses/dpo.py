@@ -263,15 +263,10 @@ def _weighted(values: Tensor, sequences: Sequences, ld_alpha: float | None) -> T
 
 def _pairs(nll: Tensor, logps: Tensor, ref_logps: Tensor, sequences: Sequences, own: _Options) -> Pairs:
     logratios = logps - ref_logps
-    reward = F_DIVERGENCES[own.f_divergence_type]
-    chosen_logps, rejected_logps = sequences.halves(logps)
-    ref_chosen, ref_rejected = sequences.halves(ref_logps)
+    rewards = F_DIVERGENCES[own.f_divergence_type](logratios, own.f_alpha_divergence_coef)
+    values = logratios, rewards, sequences.lengths, logps, ref_logps
     return Pairs(
-        *sequences.halves(logratios),
-        *sequences.halves(reward(logratios, own.f_alpha_divergence_coef)),
-        *sequences.halves(sequences.lengths),
-        policy_margin=chosen_logps - rejected_logps,
-        ref_margin=ref_chosen - ref_rejected,
+        *(sequences.halves(each) for each in values),
         nll=share_with(sequences.ranks.sequences, nll),  # each pair has it in its loss, those of other ranks too
         exists=sequences.exists(in_pairs=True),
     )

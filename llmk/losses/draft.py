@@ -116,7 +116,7 @@ def draft(
         means = Means.of(sequences, weights, num_items_in_batch)
         divergence = means.whole(fused_linear_jsd(
             teacher_input=_ahead(teacher_x, k, 0.0), labels=labels, row_weight=means.row_weight, **models,
-            **batch.head.without_scale().arguments(without=("logit_scale",)),
+            **batch.head.arguments(without=("logit_scale",)),
         ))  # fmt: skip
         counted = torch.where(sequences.mask, 1.0 if means.row_weight is None else means.row_weight, 0.0)
         teacher_entropy = (_ahead(entropy, k, 0.0) * counted).sum() / denominator_of(counted.sum())

@@ -140,15 +140,9 @@ def grpo(
         support: The classes `[B, S, L]` that a sampler kept, which cut by top-k or top-p, as in
             `llmk.functional.linear_logprobs`: log-probabilities and entropies are over these alone, and those that are
             given have to be too. A token whose target is not among them does not count.
-        group: The ranks that have other sequences of the batch: a `torch.distributed.ProcessGroup`, its name or a
-            DeviceMesh of one dimension. Every rank makes the call and gets the loss and the metrics of the whole batch,
-            and the gradients of that one loss with respect to its own tensors; those of parameters have yet to be
-            summed over the ranks. Denominators that are given are those of all ranks. Not with "kl_cov" or
+        group, context_group, vocab_group: As in `dpo`. Neither of the first two goes with "kl_cov" or
             `top_entropy_quantile`, which order the tokens of the batch; "dr_grpo" and "constant" need
-            `max_completion_length`.
-        context_group: The ranks that have other tokens of the same sequences, likewise. What is one for each sequence
-            is the same on all of them, and a packed batch has the same number of sequences.
-        vocab_group: As in `dpo`.
+            `max_completion_length` with them.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and metrics under TRL's names; with `support` besides
@@ -192,13 +186,11 @@ def grpo(
     check_between("top_entropy_quantile", top_entropy_quantile, 0.0, 1.0)
     if loss_type == "gmpo" and top_entropy_quantile != 1.0:
         raise ValueError(f"top_entropy_quantile: expected 1 with loss_type 'gmpo', got {top_entropy_quantile}")
-    advantages = without_last_axis(advantages)
-    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
+    batch, advantages = policy_batch(arguments)
     sequences = batch.sequences
     if sequences.ranks.tokens and (loss_type == "kl_cov" or top_entropy_quantile != 1.0):
         name = "group" if sequences.ranks.sequences else "context_group"
         raise ValueError(f"{name}: expected None with 'kl_cov' or top_entropy_quantile, which order the batch's tokens")
-    check_advantages(advantages, sequences)
     for name, value in (
         ("old_per_token_logps", old_per_token_logps),
         ("ref_per_token_logps", ref_per_token_logps),
@@ -216,7 +208,7 @@ def grpo(
     ref_logps = None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences)
     terms = PolicyTerms(
         advantages=per_token(advantages, sequences),
-        weight=weights if correction is None or loss_type == "vespo" else weights * correction,
+        token_weight=weights if correction is None or loss_type == "vespo" else weights * correction,
         old_logps=None if old_per_token_logps is None else per_token(old_per_token_logps, sequences),
         ref_logps=ref_logps,
         kl_weight=None if ref_logps is None else beta * weights,
@@ -236,13 +228,12 @@ def grpo(
         if loss_type == "kl_cov":
             selected = largest_covariance(logps.detach(), terms.advantages, sequences.mask, kl_cov_ratio)
             penalty = ppo_kl_coef * bounded(terms.token_log_ratio(logps), max_log_ratio).abs()
-            loss = loss + torch.where(selected, terms.weight * penalty, 0.0).sum()
+            loss = loss + torch.where(selected, terms.token_weight * penalty, 0.0).sum()
         logps, entropy = logps.detach(), entropy.detach()
 
-    log_ratio = terms.log_ratio(logps)
     metrics = {"entropy": mean_over_tokens(entropy, sequences)} | batch.outside
     if terms.kl_weight is not None:
-        metrics["kl"] = mean_over_tokens(terms.divergence(logps, log_ratio), sequences)
+        metrics["kl"] = mean_over_tokens(terms.divergence(logps, terms.log_ratio(logps)), sequences)
     if terms.entropy_weight is not None:
         metrics["policy_loss"] = loss.detach() + sequences.total((terms.entropy_weight * entropy).sum())
     old = logps if terms.old_logps is None else terms.old_logps
@@ -277,7 +268,7 @@ class _LateWeights(FromArguments):
 
     def replaced(self, terms: PolicyTerms, logps: Tensor, entropy: Tensor, sequences: Sequences) -> PolicyTerms:
         """Return the terms with these weights."""
-        weight, entropy_weight = terms.weight, terms.entropy_weight
+        weight, entropy_weight = terms.token_weight, terms.entropy_weight
         old = logps if terms.old_logps is None else terms.old_logps
         if self.vespo is not None:
             weight = weight * vespo_weight(logps - old, terms.advantages, self.correction, sequences, self.vespo)
@@ -292,24 +283,24 @@ class _LateWeights(FromArguments):
             weight = torch.where(selected, weight, 0.0)
             if entropy_weight is not None:
                 entropy_weight = _mean_weights(self.entropy_coef, selected, selected.sum())
-        return replace(terms, weight=weight, entropy_weight=entropy_weight)
+        return replace(terms, token_weight=weight, entropy_weight=entropy_weight)
 
 
-def without_last_axis(advantages: Tensor) -> Tensor:
-    """Squeeze TRL's `[B, 1]`, one for each sequence, to `[B]`."""
-    per_sequence = isinstance(advantages, Tensor) and advantages.dim() == 2 and advantages.shape[1] == 1
-    return advantages[:, 0] if per_sequence else advantages
-
-
-def check_advantages(advantages: Tensor, sequences: Sequences) -> None:
-    """Check advantages of shape `[B]`, one for each sequence, or `[B, S]`."""
+def policy_batch(arguments: dict[str, Any]) -> tuple[Batch, Tensor]:
+    """Return the batch, and the advantages, `[B]`, one for each sequence, or `[B, S]`; TRL's `[B, 1]` are `[B]`."""
+    advantages = arguments["advantages"]
+    if isinstance(advantages, Tensor) and advantages.dim() == 2 and advantages.shape[1] == 1:
+        advantages = advantages[:, 0]
+    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
+    slots, mask = batch.sequences.slots, batch.sequences.mask
     if isinstance(advantages, Tensor) and advantages.dim() == 1:
-        check_per_sequence("advantages", advantages, sequences.slots, sequences.mask)
-        return
-    if isinstance(advantages, Tensor) and advantages.shape != sequences.mask.shape:
-        expected = f"({sequences.slots},) (one for each sequence) or {tuple(sequences.mask.shape)} (that of target)"
+        check_per_sequence("advantages", advantages, slots, mask)
+        return batch, advantages
+    if isinstance(advantages, Tensor) and advantages.shape != mask.shape:
+        expected = f"({slots},) (one for each sequence) or {tuple(mask.shape)} (that of target)"
         raise ValueError(f"advantages: expected shape {expected}, got {tuple(advantages.shape)}")
-    check_per_token("advantages", advantages, sequences.mask)
+    check_per_token("advantages", advantages, mask)
+    return batch, advantages
 
 
 def per_token(values: Tensor, sequences: Sequences) -> Tensor:
@@ -364,12 +355,12 @@ def _clip_metrics(terms: PolicyTerms, logps: Tensor, sequences: Sequences, by_se
     keeps = terms.keeps(logps)
     if keeps is not None:
         return {"dppo_clip_ratio": _means(~keeps, sequences, by_sequence=False)[1]}
+    if options.loss_type not in ("cispo", "clipped"):
+        return {}
     ratio = terms.ratio(logps)
     if options.loss_type == "cispo":
         clips = (ratio > options.epsilon_high) & (advantages > 0)
         return {"cispo_clip_ratio": _means(clips, sequences, by_sequence)[1]}
-    if options.loss_type != "clipped":
-        return {}
     ratio = ratio if options.delta is None else ratio.clamp(max=options.delta)
     dual: dict[str, Tensor] = {}
     if options.clip_ratio_c is not None:

@@ -54,12 +54,11 @@ def kto(
         loss_type: "kto", or "apo_zero_unpaired", which has `sigmoid(-beta * r)` and `sigmoid(beta * r)` in their place.
         num_items_in_batch: Denominator of the mean over sequences, a scalar: the sequences of all batches of a step,
             for gradient accumulation; those of this batch if None.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids: `[1, T]`, for a packed batch `[1, T, H]`: each token's sequence as an index into `label`.
         group, context_group: As in `dpo`, of ranks that have other sequences, or other tokens of the same. `kl` is that
             of the whole batch.
-        vocab_group: As in `dpo`.
+        logits_dtype, vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names, each NaN where there is none of its kind.

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from llmk.losses._batch import (
-    Batch,
     Sequences,
     VocabGroup,
     check_between,
@@ -16,11 +15,11 @@ from llmk.losses._batch import (
     check_per_token,
     mean_over_tokens,
 )
-from llmk.losses._policy import AGGREGATIONS, aggregation_weights, policy_terms
+from llmk.losses._policy import AGGREGATIONS, aggregation_weights, ratio_level
 from llmk.losses._sampling import masked_max, masked_min
-from llmk.losses.grpo import check_advantages, per_token, without_last_axis
+from llmk.losses.grpo import grpo, per_token, policy_batch
 from llmk.ops.linear_loss.fused_linear_policy import check_policy_options
-from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms, bounded
 from llmk.registry import check_not_negative, check_option, from_arguments, with_arguments
 
 
@@ -46,10 +45,8 @@ def reinforce(
             "constant", as in `grpo`.
         num_items_in_batch: Denominator of "token", a scalar; the tokens that count if None.
         max_completion_length, num_sequences_in_batch, count_empty_sequences: As in `grpo`.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
-        sequence_ids, num_sequences, support, group, context_group: As in `grpo`.
-        vocab_group: As in `dpo`.
+        logits_dtype, sequence_ids, num_sequences, support, group, context_group, vocab_group: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy"; "outside_support" as in `grpo`.
@@ -63,14 +60,7 @@ def reinforce(
     Source: Williams, 1992, https://doi.org/10.1007/BF00992696.
     """
     check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
-    advantages = without_last_axis(advantages)
-    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
-    sequences = batch.sequences
-    check_advantages(advantages, sequences)
-    weight = aggregation_weights(loss_agg, sequences, arguments)
-    terms = policy_terms(PolicyOptions(loss_type="reinforce"), per_token(advantages, sequences), weight, sequences)
-    loss, _, entropy = batch.policy(terms)
-    return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)} | batch.outside
+    return grpo(**arguments, loss_type="gpg")
 
 
 @with_arguments
@@ -96,10 +86,8 @@ def rloo(
         max_log_ratio: Clamp the logarithm of the ratio to this distance from 0, as in `grpo`.
         num_items_in_batch: Denominator of the mean over sequences, a scalar: the sequences of all batches of a step;
             those of this batch if None.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
-        sequence_ids, support, group, context_group: As in `grpo`.
-        vocab_group: As in `dpo`.
+        logits_dtype, sequence_ids, support, group, context_group, vocab_group: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names.
@@ -116,8 +104,7 @@ def rloo(
     options = from_arguments(PolicyOptions, arguments, importance_sampling_level="sequence_sum", epsilon_high=high)
     check_policy_options(options)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    advantages = without_last_axis(advantages)
-    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
+    batch, advantages = policy_batch(arguments)
     sequences, ranks = batch.sequences, batch.sequences.ranks
     check_per_sequence("advantages", advantages, sequences.slots, batch.target)
     if old_logps is not None:
@@ -126,8 +113,13 @@ def rloo(
     old = None if old_logps is None else old_logps.detach().float()
     items = {"num_sequences_in_batch": num_items_in_batch}
     weight = sequences.mask * aggregation_weights("sequence_mean", sequences, items)
-    old_of_tokens = None if old is None else per_token(old / lengths, sequences)
-    terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old_of_tokens)
+    terms = PolicyTerms(
+        advantages=per_token(advantages, sequences),
+        token_weight=weight,
+        old_logps=None if old is None else per_token(old / lengths, sequences),
+        options=options,
+        level=ratio_level("sequence_sum", sequences),
+    )
     loss, token_logps, entropy = batch.policy(terms)
     logps = sequences.sum(token_logps)
     ratio = bounded(logps - (logps if old is None else old), max_log_ratio).exp()
@@ -192,10 +184,8 @@ def ppo(
             "sequence_sum" or "constant", as in `grpo`.
         num_items_in_batch: Denominator of "token", a scalar; the tokens that count if None.
         max_completion_length, num_sequences_in_batch, count_empty_sequences: As in `grpo`.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
-        sequence_ids, num_sequences, support, group, context_group: As in `grpo`.
-        vocab_group: As in `dpo`.
+        logits_dtype, sequence_ids, num_sequences, support, group, context_group, vocab_group: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and metrics under TRL's names.
@@ -215,16 +205,17 @@ def ppo(
     check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
     options = from_arguments(PolicyOptions, arguments, epsilon=cliprange, epsilon_high=cliprange)
     check_policy_options(options)
-    advantages = without_last_axis(advantages)
-    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
+    batch, advantages = policy_batch(arguments)
     sequences = batch.sequences
-    check_advantages(advantages, sequences)
     if old_per_token_logps is not None:
         check_per_token("old_per_token_logps", old_per_token_logps, batch.target)
     _check_values(values, old_values, returns, batch.target)
     weight = aggregation_weights(loss_agg, sequences, arguments)
     old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
-    terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old)
+    terms = PolicyTerms(
+        advantages=per_token(advantages, sequences), token_weight=weight, old_logps=old, options=options,
+        level=ratio_level("token", sequences),
+    )  # fmt: skip
     policy, logps, entropy = batch.policy(terms)
     ratio, negative = terms.ratio(logps), terms.advantages < 0
     clips = torch.where(negative, ratio < 1 - cliprange, (ratio > 1 + cliprange) & (terms.advantages > 0))

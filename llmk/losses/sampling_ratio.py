@@ -14,12 +14,11 @@ from llmk.losses._batch import (
     check_is_tensor,
     check_per_token,
     check_tensor,
-    denominator_of,
     mean_over_tokens,
     resolve_num_sequences,
 )
-from llmk.losses._ranks import Groups, Ranks, make_ranks, sum_over
-from llmk.losses._sampling import difference_metrics, ratio_metrics
+from llmk.losses._ranks import Ranks, make_ranks
+from llmk.losses._sampling import difference_metrics, masked_mean, ratio_metrics
 from llmk.registry import check_not_negative, check_option
 
 LEVELS = ("token", "sequence", "geometric")
@@ -89,12 +88,12 @@ def sampling_ratio(
     ratio = exact.clamp(low, high) if mode == "truncate" else torch.where(below | above, 0.0, exact)
 
     compared = counts if level == "token" else sequences.exists()
+    compared = torch.ones_like(below) if compared is None else compared
     groups = ranks.tokens if level == "token" else ranks.sequences
     name = "sampling/importance_sampling_ratio"
     metrics = ratio_metrics(ratio, compared, groups) | difference_metrics(policy, sampler, sequences)
-    metrics |= {
-        f"{name}/{kind}": _fraction(each, compared, groups) for kind, each in (("below", below), ("above", above))
-    }
+    for kind, each in (("below", below), ("above", above)):
+        metrics[f"{name}/{kind}"] = masked_mean(each.float(), compared, groups)
     metrics["sampling/kl"] = mean_over_tokens(difference.expm1() - difference, sequences)
     return ratio, metrics
 
@@ -137,10 +136,3 @@ def _log_ratio(level: str, difference: Tensor, sequences: Sequences) -> Tensor:
     if level == "token":
         return difference
     return sequences.sum(difference) if level == "sequence" else sequences.token_means(difference)
-
-
-def _fraction(condition: Tensor, mask: Tensor | None, groups: Groups) -> Tensor:
-    """Return the fraction of the mask where a condition holds, over ranks; a mask of None is all True."""
-    mask = torch.ones_like(condition) if mask is None else mask
-    total = sum_over(groups, (condition & mask).sum(dtype=torch.float32))
-    return total / denominator_of(sum_over(groups, mask.sum()))

@@ -1,7 +1,6 @@
 """Supervised fine-tuning with token weights, dynamic fine-tuning, and multi-token prediction."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from llmk.losses._batch import (
     cross_entropy_sum,
     mean_over_tokens,
 )
-from llmk.losses._policy import policy_terms, token_denominator
-from llmk.ops.linear_loss.objectives.policy import PolicyOptions
+from llmk.losses._policy import ratio_level, token_denominator
+from llmk.losses.grpo import per_token
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
 from llmk.registry import check_finite, check_not_negative, with_arguments
 
 
@@ -43,14 +43,9 @@ def sft(
         entropy_coef: Coefficient of the mean entropy over the tokens that count, which is subtracted from the loss: a
             positive one keeps the distribution wide.
         num_items_in_batch: Denominator of the sum, a scalar; the tokens that count if None, whatever their weights.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        group: The ranks that have other tokens of the batch, of the same sequences or of others: a
-            `torch.distributed.ProcessGroup`, its name or a DeviceMesh of one dimension. Every rank makes the call and
-            gets the loss and the metrics of the whole batch, and the gradients of that one loss with respect to its own
-            tensors; those of parameters have yet to be summed over the ranks. `num_items_in_batch` is the number of all
-            ranks.
-        vocab_group: As in `dpo`.
+        group: As in `dpo`, of ranks that have other tokens of the batch, of the same sequences or of others.
+        logits_dtype, vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy".
@@ -64,18 +59,28 @@ def sft(
     Source: Pereyra et al., 2017, https://arxiv.org/abs/1701.06548, for the entropy. Reference implementation:
     `trl.SFTTrainer`.
     """
+    return _supervised(arguments, "reinforce")
+
+
+def _supervised(arguments: dict[str, Any], loss_type: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the metrics of `sft`, with the token losses of a policy's loss type, from its arguments."""
+    token_weights, entropy_coef, num_items = (
+        arguments[name] for name in ("token_weights", "entropy_coef", "num_items_in_batch")
+    )
     check_finite("entropy_coef", entropy_coef)
-    check_denominator("num_items_in_batch", num_items_in_batch)
+    check_denominator("num_items_in_batch", num_items)
     batch = Batch.of(arguments)
     sequences = batch.sequences
     if token_weights is not None:
-        check_per_token("token_weights", token_weights, target)
+        check_per_token("token_weights", token_weights, batch.target)
     mask = sequences.mask.float()
-    per_token = mask if token_weights is None else torch.where(sequences.mask, token_weights.detach().float(), 0.0)
-    weight = mask / token_denominator(num_items_in_batch, sequences)
-    terms = policy_terms(PolicyOptions(loss_type="reinforce"), per_token, weight, sequences)
-    if entropy_coef != 0.0:
-        terms = replace(terms, entropy_weight=entropy_coef * mask / token_denominator(None, sequences))
+    terms = PolicyTerms(
+        advantages=mask if token_weights is None else per_token(token_weights, sequences),
+        token_weight=mask / token_denominator(num_items, sequences),
+        entropy_weight=None if entropy_coef == 0.0 else entropy_coef * mask / token_denominator(None, sequences),
+        options=PolicyOptions(loss_type=loss_type),
+        level=ratio_level("token", sequences),
+    )
     loss, _, entropy = batch.policy(terms)
     return loss, {"entropy": mean_over_tokens(entropy, sequences)}
 
@@ -94,10 +99,8 @@ def dft(
     Args:
         input, linear_weight, target: As in `sft`.
         num_items_in_batch: Denominator, a scalar; the tokens that count if None.
-        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        group: As in `sft`.
-        vocab_group: As in `dpo`.
+        logits_dtype, group, vocab_group: As in `sft`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy".
@@ -111,14 +114,7 @@ def dft(
     Sources: Wu et al., 2025, https://arxiv.org/abs/2508.05629, equation 9. Reference implementation: `trl.SFTTrainer`
     with `loss_type="dft"`.
     """
-    check_denominator("num_items_in_batch", num_items_in_batch)
-    batch = Batch.of(arguments)
-    sequences = batch.sequences
-    mask = sequences.mask.float()
-    weight = mask / token_denominator(num_items_in_batch, sequences)
-    terms = policy_terms(PolicyOptions(loss_type="dft"), mask, weight, sequences)
-    loss, _, entropy = batch.policy(terms)
-    return loss, {"entropy": mean_over_tokens(entropy, sequences)}
+    return _supervised({**arguments, "token_weights": None, "entropy_coef": 0.0}, "dft")
 
 
 @with_arguments

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from llmk import functional
 from llmk.ops.recurrence import LARGEST_KEY, LARGEST_VALUE
-from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
-from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference
+from llmk.ops.recurrence.gated_delta_rule import recurrence_reference
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.calls import Calls, Function, FunctionForm, parameters
 from llmk.transformers.packing import packing_of, sequence_ids
@@ -77,7 +76,7 @@ class DeltaRule(FunctionForm):
 
             def reference(q, k, v, g, beta, normalized=normalized, **state):
                 by_token = map(_transposed, (q, k, v, g, beta))
-                return gated_delta_rule_reference(*by_token, l2_norm_qk=normalized, **state)
+                return recurrence_reference(*by_token, l2_norm_qk=normalized, **state)
 
             inputs = self._inputs(tokens, normalized, with_state, randoms(seed))
             _compare(own, reference, inputs, "output_final_state" in options)
@@ -166,7 +165,7 @@ class Scan(FunctionForm):
 
             def reference(x, dt, A, B, C, given=given, **more):
                 x, dt, B, C = map(_transposed, (x, dt, B, C))
-                return _by_attention(gated_linear_attention_reference, x, dt, A, B, C, **more, **given)
+                return _by_attention(recurrence_reference, x, dt, A, B, C, **more, **given)
 
             inputs = _scan_inputs(tokens, "dt_softplus" in options, with_parameters, with_state, randoms(seed))
             _compare(own, reference, inputs, "return_final_states" in options, ON_THE_WAY | LIMITS)

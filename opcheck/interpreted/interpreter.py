@@ -19,6 +19,7 @@ from torch import Tensor
 from llmk.opcheck.inputs import MEMORY, BrokenPromise
 from llmk.opcheck.interpreted.loops import MOST_TURNS, counting_turns, turns
 from llmk.opcheck.interpreted.offsets import NUMBER, PRODUCT, PROGRAM, origins_of, traced, typed_range
+from llmk.registry.private.kernels import copied_to_host, copy_back
 from llmk.registry.private.kernels import interpreter as find_interpreter
 from llmk.registry.private.tensors import has_numbers
 
@@ -221,12 +222,15 @@ def _tell(what: str, words: str) -> None:
 
 
 def _watching_launch(original: Any) -> Any:
-    def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+    def launch(executor: Any, *given: Any, **named_given: Any) -> None:
         signature = inspect.signature(executor.fn)
-        bound = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
-        named = {name: value for name, value in bound.arguments.items() if isinstance(value, Tensor)}
-        if not all(has_numbers(tensor) for tensor in named.values()):
+        named_given = {name: value for name, value in named_given.items() if name in signature.parameters}
+        tensors = [value for value in (*given, *named_given.values()) if isinstance(value, Tensor)]
+        if not all(map(has_numbers, tensors)):
             return  # as a launch on a GPU does nothing while a fake tensor stands for its result
+        args, kwargs = copied_to_host(executor, given, named_given)  # of a CPU's tensors the memory is the same
+        bound = signature.bind_partial(*args, **kwargs)
+        named = {name: value for name, value in bound.arguments.items() if isinstance(value, Tensor)}
 
         def run(order: Callable[[int, int], int] = _in_order) -> _Launch:
             global _launch
@@ -251,6 +255,7 @@ def _watching_launch(original: Any) -> Any:
                 _tell("races" if is_race else "reordered_sums", f"{executor.fn.__name__}: {words}")
         else:
             run()
+        copy_back(executor, given, args, named_given, kwargs)
 
     return launch
 

@@ -15,6 +15,7 @@ from llmk.opcheck.calls import (
     call,
     call_unless_strides_refused,
     device_of,
+    elements,
     incoming_gradients,
     require_accurate,
     resized,
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from llmk.opcheck.interpreted.interpreter import Watch
 
 _NO_LAUNCH = "it names a kernel, and launches none"
+MOST_INTERPRETED = 2**20
+"""Elements of a GPU's sample that is interpreted."""
+_TOO_LARGE = f"not interpreted: no sample has at most {MOST_INTERPRETED} elements"
 _GPU_MEMORY = 60 * 2**30
 """Free bytes: on a GPU what lies between far rows is taken in earnest."""
 
@@ -90,7 +94,7 @@ def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
     if _last is None or not _same_calls(_last[0], (op, samples)):
         astray: list[str] = []
         with watched(reorder=True) as watch:
-            for sample in samples:
+            for sample in _interpretable(op, samples):
                 failed = len(watch.failed)
                 try:
                     call(op, sample)
@@ -100,12 +104,18 @@ def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
                 except EndlessLoop as error:
                     watch.endless.append(f"{sample}: {error}")
         _last = (op, samples), (watch, astray)
-    watch, astray = _last[1]
+    (watch, astray), taken = _last[1], _interpretable(op, samples)
     if not watch.launches:
-        raise NothingToCheck(_NO_LAUNCH if kernels_of([op.overload]) else "")
-    for sample in samples:
+        raise NothingToCheck(_TOO_LARGE if not taken else _NO_LAUNCH if kernels_of([op.overload]) else "")
+    for sample in taken:
         note(sample)
     return watch, astray
+
+
+def _interpretable(op: Op, samples: Sequence[Sample]) -> list[Sample]:
+    """On a GPU, where samples may be as large as in use, those that do not take the interpreter hours."""
+    on_gpu = device_of(op, samples[0]).type == "cuda"
+    return [sample for sample in samples if not on_gpu or elements(op, sample) <= MOST_INTERPRETED]
 
 
 def _same_calls(some: tuple[Op, Sequence[Sample]], others: tuple[Op, Sequence[Sample]]) -> bool:
@@ -116,8 +126,19 @@ def _same_calls(some: tuple[Op, Sequence[Sample]], others: tuple[Op, Sequence[Sa
 
 def far_rows(op: Op, samples: Sequence[Sample]) -> None:
     """2: inputs and incoming gradients whose rows lie so far apart that only 64-bit offsets reach them."""
-    if device_of(op, samples[0]).type == "cuda" and torch.cuda.mem_get_info()[0] < _GPU_MEMORY:
+    on_gpu = device_of(op, samples[0]).type == "cuda"
+    if on_gpu and torch.cuda.mem_get_info()[0] < _GPU_MEMORY:
         raise NothingToCheck
+    try:
+        _require_far_rows(op, samples)
+    except torch.OutOfMemoryError:
+        raise NothingToCheck("the GPU has not enough free memory for rows that lie so far apart") from None
+    finally:
+        if on_gpu:
+            torch.cuda.empty_cache()  # processes beside this one need it
+
+
+def _require_far_rows(op: Op, samples: Sequence[Sample]) -> None:
     for sample in _one_of_each_rank(op, samples):
         for axis in range(_rank(op, sample) - 1):
 

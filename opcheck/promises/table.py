@@ -100,6 +100,8 @@ PROMISES: tuple[Promise, ...] = (
 )
 INTERPRETER_PROMISES: tuple[Promise, ...] = (in_bounds, any_program_order, no_float_atomics, long_offsets)
 """Asked first, of the kernels themselves: what is wrong there breaks others as well."""
+OF_KERNELS: tuple[Promise, ...] = (*INTERPRETER_PROMISES, every_kernel_ends)
+"""Asked of a GPU's kernels in the interpreter."""
 ON_REQUEST: tuple[Promise, ...] = (compiled_shapes,)
 """Asked by name only: on a CPU they take longer than all the others."""
 ASKED_ON_A_GPU: frozenset[Promise] = frozenset({batch_invariant})

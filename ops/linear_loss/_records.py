@@ -1,14 +1,15 @@
 """Parts of these operators' records: the tensors of samples and workloads, and the cost of products."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss.chunked import product_flops
-from llmk.ops.linear_loss.rows.plan import described, kept_rows
+from llmk.ops.linear_loss.chunked.plan import described, kept_rows
 from llmk.registry import Cost, Sample
 
 
@@ -54,11 +55,14 @@ def token_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtyp
     return Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
 
 
-def token_workloads(
-    sizes: Iterable[tuple[int, int, int]], device: torch.device, dtype: torch.dtype
-) -> Iterator[Sample]:
-    """Yield a workload of N tokens, H features and V classes for each size (N, H, V)."""
-    yield from (token_workload(each, device, dtype) for each in sizes)
+def token_workloads(*sizes: tuple[int, int, int]) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
+    """Return a record's workloads: one of N tokens, H features and V classes for each size (N, H, V)."""
+    return lambda device, dtype: (token_workload(each, device, dtype) for each in sizes)
+
+
+def token_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x, linear_weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
+    return Sample((x, linear_weight, torch.randint(0, 40, (rows,), device=device)), {"chunk_size": 32}, why="resized")
 
 
 def keeps_exponentials(input: Tensor, linear_weight: Tensor) -> bool:
@@ -67,18 +71,12 @@ def keeps_exponentials(input: Tensor, linear_weight: Tensor) -> bool:
     return N > 0 and kept_rows(N, V, 4 if input.is_cpu else input.element_size()) > 0
 
 
-def rows_plan(input: Tensor, linear_weight: Tensor, *args: Any, chunk_size: int = 0, **options: Any) -> str:
-    """Say in how many tokens at a time a loss is computed whose forward pass makes the gradients."""
+def rows_plan(
+    input: Tensor, linear_weight: Tensor, *args: Any, chunk_size: int = 0, matrices: int = 0, **options: Any
+) -> str:  # fmt: skip
+    """Say in how many tokens at a time a layer over classes is computed, and how many `matrices` of logits exist."""
     N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
-    return described(N, H, V, input.dtype, on_host=input.is_cpu, chunk_size=chunk_size)
-
-
-def linear_plan(
-    input: Tensor, linear_weight: Tensor, *args: Any, chunk_size: int = 0, stored: bool = True, **options: Any
-) -> str:
-    """Say in how many tokens at a time a layer over classes is computed that has logits, where any are stored."""
-    N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
-    return described(N, H, V, input.dtype, on_host=input.is_cpu, chunk_size=chunk_size, matrices=int(stored))
+    return described(N, H, V, input.dtype, on_host=input.is_cpu, chunk_size=chunk_size, matrices=matrices)
 
 
 class Float32Linear(torch.autograd.Function):
@@ -109,6 +107,15 @@ def linear_reference(
     return logits.view(*input.shape[:-1], weight.shape[0])
 
 
+def logits_reference(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, logits_dtype: torch.dtype | None = None,
+    *, logit_scale: float = 1.0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Return the same as `linear_reference`, scaled and capped, in float32 or float64."""
+    logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
+    return cap_reference(logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+
+
 def one_rank(reference: Callable[..., Any]) -> Callable[..., Any]:
     """Return a reference that takes the arguments of a sharded vocabulary, for one rank that has all classes."""
 
@@ -121,7 +128,9 @@ def one_rank(reference: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def linear_cost(input: Tensor, linear_weight: Tensor, *, reads: int = 2, products: float = 3) -> Cost:
+def linear_cost(
+    input: Tensor, linear_weight: Tensor, *args: Any, reads: int = 2, products: float = 3, **options: Any
+) -> Cost:  # fmt: skip
     """Return the cost of `products` products and `reads` reads of input and weight, one of each in the forward pass."""
     tensors = (input.numel() + linear_weight.numel()) * input.element_size()
     product = product_flops(input, linear_weight)

@@ -35,13 +35,14 @@ from llmk.ops.linear_loss._records import (
     linear_cost,
     linear_reference,
     rows_plan,
+    token_resized,
     token_workload,
     token_workloads,
 )
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.loss.cross_entropy import cross_entropy_reference
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
-from llmk.registry import Cost, Sample, public_op
+from llmk.registry import Sample, public_op
 
 
 def fused_linear_ce_reference(
@@ -116,19 +117,10 @@ def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     yield Sample((1e4 * randn(5, 8), 0.1 * randn(37, 8), classes(37, 5)), why="large values")
 
 
-def fused_linear_ce_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, linear_weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
-    return Sample((x, linear_weight, torch.randint(0, 40, (rows,), device=device)), {"chunk_size": 32}, why="resized")
-
-
-def fused_linear_ce_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    sizes = [(8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936), (4096, 4096, 32000)]
-    more = [(4096, 2048, 50257), (32768, 4096, 128256), (1024, 4096, 128256), (16384, 1152, 262144)]
-    yield from token_workloads([*sizes, *more], device, dtype)
-
-
-def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    return linear_cost(input, linear_weight)
+WORKLOADS = token_workloads(
+    (8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936), (4096, 4096, 32000), (4096, 2048, 50257),
+    (32768, 4096, 128256), (1024, 4096, 128256), (16384, 1152, 262144),
+)  # fmt: skip
 
 
 @public_op(
@@ -136,10 +128,10 @@ def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=KERNEL_OPS.kernel_ops,
     samples=fused_linear_ce_samples,
-    resized=fused_linear_ce_resized,
-    workloads=fused_linear_ce_workloads,
+    resized=token_resized,
+    workloads=WORKLOADS,
     sized=token_workload,
-    cost=fused_linear_ce_cost,
+    cost=linear_cost,
     plan=rows_plan,
     patterns=FUSED_LINEAR_CE,
     choices=(

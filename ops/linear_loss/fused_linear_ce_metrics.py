@@ -8,15 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_reference
-from llmk.ops.linear_loss._records import linear_reference
+from llmk.ops.linear_loss._records import linear_cost, logits_reference, token_resized
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
-from llmk.ops.linear_loss.fused_linear_ce import (
-    fused_linear_ce_cost,
-    fused_linear_ce_reference,
-    fused_linear_ce_resized,
-    fused_linear_ce_samples,
-)
+from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce_reference, fused_linear_ce_samples
+from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
 from llmk.registry import public_op
 
 KERNEL_OPS = CrossEntropyOps("fused_linear_ce_metrics")
@@ -26,15 +21,13 @@ def fused_linear_ce_metrics_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = fused_linear_ce_reference(input, linear_weight, target, **options)
+    names = ("linear_bias", "softcap", "logits_dtype")
+    given = {name: options[name] for name in names if name in options}
+    ignore_index = options.get("ignore_index", -100)
     with torch.no_grad():
-        logits = linear_reference(input, linear_weight, options.get("linear_bias"), options.get("logits_dtype"))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = cap_reference(logits, options.get("softcap", 0.0))
-        log_softmax = logits.log_softmax(-1)
-        entropy = -(log_softmax.exp() * log_softmax.masked_fill(log_softmax == float("-inf"), 0.0)).sum(-1)
-        counts = target != options.get("ignore_index", -100)
+        logits, counts = logits_reference(input, linear_weight, **given), target != ignore_index
+        _, entropy = linear_logprobs_reference(input, linear_weight, target, ignore_index=ignore_index, **given)
         target_logit = logits.gather(-1, (target.long() * counts).unsqueeze(-1)).squeeze(-1)
-        entropy = torch.where(counts, entropy, 0.0)
         correct = (counts & (target_logit == logits.amax(-1))).to(entropy.dtype)
         if options.get("reduction", "mean") != "none":
             entropy, correct = entropy.sum() / counts.sum(), correct.sum() / counts.sum()
@@ -46,8 +39,8 @@ def fused_linear_ce_metrics_reference(
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=KERNEL_OPS.kernel_ops,
     samples=fused_linear_ce_samples,
-    resized=fused_linear_ce_resized,
-    cost=fused_linear_ce_cost,
+    resized=token_resized,
+    cost=linear_cost,
 )
 def fused_linear_ce_metrics(
     input: Tensor,

@@ -32,8 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_reference
-from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference
+from llmk.ops.linear_loss._records import Make, linear_cost, logits_reference
 from llmk.ops.linear_loss.drivers.distillation import (
     DistillationOps,
     check_call,
@@ -47,7 +46,7 @@ from llmk.ops.linear_loss.drivers.distillation_call import (
     Teacher,
     TopkTeachers,
 )
-from llmk.ops.linear_loss.objectives.topk_divergence import NOT_THERE, topk_divergence
+from llmk.ops.linear_loss.objectives.topk_divergence import NOT_THERE
 from llmk.ops.loss.jsd import jsd_terms
 from llmk.registry import (
     LARGEST,
@@ -73,11 +72,8 @@ def fused_linear_distill_reference(
     teacher_softcap: Sequence[float] | None = None, add_tail: bool = True, row_weight: Tensor | None = None,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    def capped(input: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
-        logits = linear_reference(input, weight, bias, logits_dtype)
-        return cap_reference(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
-
-    z, D = capped(input, linear_weight, linear_bias, softcap), len(teacher_input)
+    z = logits_reference(input, linear_weight, linear_bias, logits_dtype, softcap=softcap)
+    D = len(teacher_input)
     counts = torch.ones(z.shape[:-1], dtype=torch.bool, device=z.device) if labels is None else labels != ignore_index
     weights = torch.ones_like(z[..., 0]) if row_weight is None else row_weight.to(z.dtype)
     weights = torch.where(counts, weights, 0.0)
@@ -85,7 +81,7 @@ def fused_linear_distill_reference(
     divergences = []
     for i in range(D):
         cap = 0.0 if teacher_softcap is None else teacher_softcap[i]
-        y = capped(teacher_input[i], teacher_linear_weight[i], biases[i], cap)
+        y = logits_reference(teacher_input[i], teacher_linear_weight[i], biases[i], logits_dtype, softcap=cap)
         t = (y / (temperature if teacher_temperature is None else teacher_temperature[i])).log_softmax(-1)
         ids = maps[i]
         x = ((z if ids is None or ids.numel() == 0 else z[..., ids]) / temperature).log_softmax(-1)
@@ -105,7 +101,7 @@ def fused_linear_distill_reference(
     each = torch.where(counts, torch.stack(divergences), 0.0)
     if teacher_weight is not None:
         each = each * torch.where(counts, teacher_weight.expand(*counts.shape, -1).movedim(-1, 0).to(each.dtype), 0.0)
-    terms = (each * weights).flatten(1).sum(-1) / weights.sum()
+    terms = (each * weights).reshape(len(divergences), -1).sum(-1) / weights.sum()
     loss = terms.sum()
     nll = torch.zeros_like(loss)
     if ce_weight > 0 and labels is not None:
@@ -123,27 +119,6 @@ def _distribution_reference(logprobs: Tensor, present: Tensor, add_tail: bool, o
         logprobs = logprobs.masked_fill(~present & some_are_present, float("-inf")).log_softmax(-1)
         return logprobs.masked_fill(~present, float("-inf"))
     return torch.cat((logprobs.masked_fill(~present, float("-inf")), others), -1)
-
-
-@dataclass(frozen=True)
-class LargestClasses:
-    """The largest classes of several teachers, and their divergences: the `TopkTeachers` of a driver."""
-
-    ids: Tensor  # [N, K], with the K of all teachers added up
-    logprobs: Tensor  # [N, K], float32
-    sizes: list[int]  # each teacher's K
-    beta: float
-    add_tail: bool
-
-    def losses(self, block: slice, logprobs: Tensor, tails: Tensor | None = None) -> Tensor:
-        present = self.ids[block] >= 0
-        parts = zip(*(each.split(self.sizes, -1) for each in (logprobs, self.logprobs[block], present)), strict=True)
-        return torch.stack(
-            [
-                topk_divergence(s, t, here, self.beta, None if tails is None else tails[i])
-                for i, (s, t, here) in enumerate(parts)
-            ]
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +163,7 @@ class TeachersCall(DistillationCall):
             classes.append(ids.masked_fill(~present, NOT_THERE))
             logprobs.append(given)
         sizes = [each.shape[-1] for each in classes]
-        return LargestClasses(torch.cat(classes, -1), torch.cat(logprobs, -1), sizes, self.beta, self.add_tail)
+        return TopkTeachers(torch.cat(classes, -1), torch.cat(logprobs, -1), sizes, self.beta, self.add_tail)
 
     def teacher_weights(self, mask: Tensor) -> Tensor:
         if self.teacher_weight is None:
@@ -428,7 +403,7 @@ def fused_linear_distill(
             "skip_ignored": skip_ignored and labels is not None,
         }
     )
-    loss, divergences, nll = KERNEL_OPS.of_call(call)
+    loss, divergences, nll, *_ = KERNEL_OPS.forward(call, False)
     return loss, divergences, nll
 
 

@@ -23,35 +23,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_reference
-from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, one_rank
+from llmk.ops.linear_loss._records import Make, one_rank
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
-from llmk.ops.loss.jsd import jsd_terms
+from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill_cost, fused_linear_distill_reference
 from llmk.registry import Cost, Sample, public_op
 
 
-@one_rank
 def fused_linear_jsd_reference(
-    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, *,
-    labels: Tensor | None = None, linear_bias: Tensor | None = None, teacher_linear_bias: Tensor | None = None,
-    beta: float = 0.5, temperature: float = 1.0, softcap: float = 0.0, teacher_softcap: float = 0.0,
-    row_weight: Tensor | None = None, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
-    logits_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
-    def log_probabilities(input: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
-        logits = linear_reference(input, weight, bias, logits_dtype)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = cap_reference(logits, softcap)
-        return (logits / temperature).log_softmax(-1)
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, **options: Any
+) -> Tensor:
+    return one_teacher_reference(input, linear_weight, teacher_input, teacher_linear_weight, **options)[0]
 
-    x = log_probabilities(input, linear_weight, linear_bias, softcap)
-    t = log_probabilities(teacher_input, teacher_linear_weight, teacher_linear_bias, teacher_softcap)
-    each = jsd_terms(x, t, beta).sum(-1)
-    weights = torch.ones_like(each) if row_weight is None else row_weight.to(each.dtype)
-    if labels is not None:
-        counts = labels != ignore_index
-        each, weights = (torch.where(counts, a, 0.0) for a in (each, weights))
-    return (each * weights).sum() / weights.sum()
+
+@one_rank
+def one_teacher_reference(
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, *,
+    teacher_linear_bias: Tensor | None = None, teacher_softcap: float = 0.0, **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the loss, the divergence and the cross entropy."""
+    teacher = [teacher_input], [teacher_linear_weight], [] if teacher_linear_bias is None else [teacher_linear_bias]
+    loss, divergences, nll = fused_linear_distill_reference(
+        input, linear_weight, *teacher, [], [], [], teacher_softcap=[teacher_softcap], **options
+    )
+    return loss, divergences.squeeze(0), nll
 
 
 KERNEL_OPS = DistillationOps("fused_linear_jsd", splits=True)
@@ -115,15 +109,10 @@ def fused_linear_jsd_workloads(device: torch.device, dtype: torch.dtype) -> Iter
 
 
 def fused_linear_jsd_cost(
-    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, **options: Any
-) -> Cost:
-    student, teacher = linear_cost(input, linear_weight), linear_cost(teacher_input, teacher_linear_weight)
-    return Cost(
-        student.bytes_forward + teacher.bytes_forward,
-        student.bytes_full + teacher.bytes_forward,
-        student.flops_forward + teacher.flops_forward,
-        student.flops_full + teacher.flops_forward,
-    )
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, *args: Tensor,
+    **options: Any,
+) -> Cost:  # fmt: skip
+    return fused_linear_distill_cost(input, linear_weight, [teacher_input], [teacher_linear_weight], [], [], [], [])
 
 
 @public_op(

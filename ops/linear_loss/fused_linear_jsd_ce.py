@@ -1,16 +1,8 @@
-r"""Distillation from hidden states together with the cross entropy of the student: one pass over its logits.
+"""Distillation from hidden states together with the cross entropy of the student: one pass over its logits.
 
-Sources: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, https://arxiv.org/abs/1503.02531, for the
-sum of the two; those of `fused_linear_jsd.py` for the divergence and for making the gradients in the forward pass.
-
-    loss = mean of divergence(softmax(z / T), softmax(z' / T)) + ce_weight * mean of -log softmax(z)[label]
-
-with z the student's logits, z' the teacher's. A chunk's logits are those of `fused_linear_jsd`; one pass more over the
-student's gives the maximum and the sum at temperature 1, and the gradient
-
-    dz = that of the divergence + ce_weight / tokens * (softmax(z) - onehot(label))
-
-is written in one pass, so that both have one dx, one dW and one db between them.
+It is `fused_linear_distill` with one teacher, whose file has the sources and the math, for a vocabulary that may be
+sharded: the cross entropy takes one pass more over the student's logits, and both have one dx, one dW and one db
+between them.
 """
 
 from collections.abc import Iterator
@@ -19,39 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_reference
-from llmk.ops.linear_loss._records import Make, linear_reference, one_rank
+from llmk.ops.linear_loss._records import Make
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
-from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd_cost, fused_linear_jsd_reference
-from llmk.registry import LARGEST, Cost, Sample, check_number, public_op
+from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd_cost, one_teacher_reference
+from llmk.registry import LARGEST, Sample, check_number, public_op
 from llmk.registry.checks import TINY
 
 
-@one_rank
 def fused_linear_jsd_ce_reference(
     input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, labels: Tensor, *,
-    ce_weight: float = 1.0, linear_bias: Tensor | None = None, softcap: float = 0.0, ignore_index: int = -100,
-    logits_dtype: torch.dtype | None = None, **options: Any,
+    ce_weight: float = 1.0, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    divergence = fused_linear_jsd_reference(
-        input,
-        linear_weight,
-        teacher_input,
-        teacher_linear_weight,
-        labels=labels,
-        linear_bias=linear_bias,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        logits_dtype=logits_dtype,
-        **options,
-    )
-    logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = cap_reference(logits, softcap)
-    nll = torch.nn.functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long(), ignore_index=ignore_index
-    )
-    return divergence + ce_weight * nll, divergence.detach(), nll.detach()
+    given = {"labels": labels, "ce_weight": ce_weight, **options}
+    return one_teacher_reference(input, linear_weight, teacher_input, teacher_linear_weight, **given)
 
 
 KERNEL_OPS = DistillationOps("fused_linear_jsd_ce")
@@ -101,13 +73,6 @@ def fused_linear_jsd_ce_workloads(device: torch.device, dtype: torch.dtype) -> I
     yield Sample((x, weight, teacher_x, teacher_weight, labels), why=f"{N}x{H}x{V}, teacher {teacher_H}")
 
 
-def fused_linear_jsd_ce_cost(
-    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, labels: Tensor,
-    **options: Any,
-) -> Cost:  # fmt: skip
-    return fused_linear_jsd_cost(input, linear_weight, teacher_input, teacher_linear_weight)
-
-
 @public_op(
     reference=fused_linear_jsd_ce_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
@@ -115,7 +80,7 @@ def fused_linear_jsd_ce_cost(
     samples=fused_linear_jsd_ce_samples,
     resized=fused_linear_jsd_ce_resized,
     workloads=fused_linear_jsd_ce_workloads,
-    cost=fused_linear_jsd_ce_cost,
+    cost=fused_linear_jsd_cost,
 )
 def fused_linear_jsd_ce(
     input: Tensor,

@@ -14,12 +14,10 @@ with a loss f and an estimator KL. So the gradient of l_t is, with level its own
 
 which is known once the token's log-probability is, or its sequence's are, and that of H_t is -h_t: autograd makes it of
 the loss. In the forward pass `drivers/logprobs.py` makes the gradients from these with the chunk's exponentials, and
-the backward pass multiplies them by that of the loss: three products, with `entropy_weight` and one pass over the
-exponentials. Logits are made twice in float16, with a `support`, with `entropy_weight` and `softcap`, and where ratios
-are per sequence and neither a sequence fits into a chunk nor all exponentials can be kept: four products.
+the backward pass multiplies them by that of the loss.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,14 +32,13 @@ from llmk.ops.linear_loss.objectives.policy import (
     ESTIMATORS,
     LEVELS,
     LOSSES,
+    PER_TOKEN,
     PolicyOptions,
     PolicyTerms,
     check_above_one,
-    rowwise_level,
 )
 from llmk.registry import (
     LARGEST,
-    Cost,
     Sample,
     check_dtype,
     check_number,
@@ -65,55 +62,20 @@ def outside_support(target: Tensor, support: Tensor, ignore_index: int, num_clas
 
 @one_rank
 def fused_linear_policy_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
-    advantages: Tensor | None = None, token_weight: Tensor | None = None, old_logps: Tensor | None = None,
-    ref_logps: Tensor | None = None, kl_weight: Tensor | None = None, entropy_weight: Tensor | None = None,
-    temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = True, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
-    support: Tensor | None = None, **options: Any,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, ignore_index: int = -100, support: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if support is None:
-        outside = torch.zeros_like(target, dtype=torch.bool)
-    else:
+    given = {name: options.pop(name, None) for name in PER_TOKEN}
+    policy = PolicyOptions(**{name: options.pop(name) for name in PolicyOptions._fields if name in options})
+    outside = torch.zeros_like(target, dtype=torch.bool)
+    if support is not None:
         outside = outside_support(target, support, ignore_index, linear_weight.shape[0])
     target = target.long().masked_fill(outside, ignore_index)
-    logprobs, entropy = linear_logprobs_reference(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        logits_dtype=logits_dtype,
-        support=support,
-    )
-    counts = target.long() != ignore_index
-
-    def masked(values: Tensor) -> Tensor:
-        return torch.where(counts, values.to(logprobs.dtype), 0.0)
-
-    def given(values: Tensor | None) -> Tensor | None:
-        return None if values is None else masked(values)
-
-    policy, ones = PolicyOptions(**options), torch.ones_like(logprobs)
-    terms = PolicyTerms(
-        advantages=masked(ones if advantages is None else advantages),
-        weight=masked(ones if token_weight is None else token_weight),
-        old_logps=given(old_logps),
-        ref_logps=given(ref_logps),
-        kl_weight=given(kl_weight),
-        entropy_weight=given(entropy_weight),
-        options=policy,
-        level=rowwise_level(policy.importance_sampling_level, counts),
-    )
+    options |= {"ignore_index": ignore_index, "support": support}
+    logprobs, entropy = linear_logprobs_reference(input, linear_weight, target, **options)
+    terms = PolicyTerms.of_rows(policy, target != ignore_index, given, logprobs.dtype)
     returned = logprobs.detach().masked_fill(outside, float("-inf"))
     return terms.loss(logprobs, entropy), returned, entropy.detach()
-
-
-PER_TOKEN = ("advantages", "token_weight", "old_logps", "ref_logps", "kl_weight", "entropy_weight")
-"""The call's tensors with one value for each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,25 +98,11 @@ class PolicyCall(GroupsCall):
     def token_tensors(self) -> tuple[str, ...]:
         return "input", "target", "support", *(PER_TOKEN if self.tokens_are_groups else ())
 
-    def terms(self, groups: slice) -> PolicyTerms:
+    def loss(self, groups: slice) -> Callable[[Tensor, Tensor], Tensor]:
         counts = self.grouped(self.target)[groups].long() != self.ignore_index  # int32 would wrap what it does not hold
-
-        def masked(values: Tensor) -> Tensor:
-            return torch.where(counts, self.grouped(values)[groups].float(), 0.0)
-
-        def given(values: Tensor | None) -> Tensor | None:
-            return None if values is None else masked(values)
-
-        return PolicyTerms(
-            advantages=counts.float() if self.advantages is None else masked(self.advantages),
-            weight=counts.float() if self.token_weight is None else masked(self.token_weight),
-            old_logps=given(self.old_logps),
-            ref_logps=given(self.ref_logps),
-            kl_weight=given(self.kl_weight),
-            entropy_weight=given(self.entropy_weight),
-            options=self.options,
-            level=rowwise_level(self.options.importance_sampling_level, counts),
-        )
+        given = {name: getattr(self, name) for name in PER_TOKEN}
+        parts = {name: None if each is None else self.grouped(each)[groups] for name, each in given.items()}
+        return PolicyTerms.of_rows(self.options, counts, parts).loss
 
 
 scale = scale_op("_fused_linear_policy_scale")
@@ -223,10 +171,6 @@ def fused_linear_policy_workloads(device: torch.device, dtype: torch.dtype) -> I
         yield Sample((x, linear_weight, target), kwargs, why=f"{B}x{S}x{H}x{V}")
 
 
-def fused_linear_policy_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    return linear_cost(input, linear_weight)
-
-
 @public_op(
     reference=fused_linear_policy_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
@@ -234,7 +178,7 @@ def fused_linear_policy_cost(input: Tensor, linear_weight: Tensor, target: Tenso
     samples=fused_linear_policy_samples,
     resized=fused_linear_policy_resized,
     workloads=fused_linear_policy_workloads,
-    cost=fused_linear_policy_cost,
+    cost=linear_cost,
 )
 def fused_linear_policy(
     input: Tensor,
@@ -308,9 +252,7 @@ def fused_linear_policy(
         max_log_ratio: Clamp the logarithm of the ratio, and log pi / ref in the divergence, to this distance from 0;
             None for no bound. No gradient goes through a logarithm that is farther.
         clip_ratio_c: Upper bound, above 1, of the ratio in "clipped" where the advantage is negative; None for none.
-        temperature: Divides the logits, after the cap; positive.
-        logit_scale: Factor of the logits, before the cap.
-        softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
+        temperature, logit_scale, softcap: As in `linear_logprobs`.
         ignore_index: A token with this target has no part in the loss and no gradient, whatever its values are.
         skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it, but on a CPU where ratios
             are those of sequences.

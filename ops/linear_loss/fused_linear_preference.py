@@ -9,18 +9,11 @@ For group g with M sequences, whose tokens t have the log-probabilities log p, w
     loss = sum_g u_g f(s(l_g1), .., s(l_gM)) - sum_t v_t log p_t
 
 with a loss f and a reward s, so that the gradient of log p_t of sequence m is w_t u_g df/ds_m s'(l_gm) - v_t. It is
-known once the group's log-probabilities are. So forward, for x [N, H] and W [V, H], a chunk of whole groups at a time:
-
-    E      = exp(x_chunk @ W^T + b - c)       [C, V], the only buffer of that width
-    log-probabilities, and from them the gradient of each, by autograd, and the rows' factors r
-    dx     = r (E @ W)                        with the targets' term
-    dW    += E^T @ (r x_chunk)                and db += E^T @ r
-
-and the backward pass multiplies by the gradient of the loss: three products. Where a group does not fit into a chunk,
-nor all exponentials can be kept, and in float16, logits are made twice, in the forward pass still: four products.
+known once the group's log-probabilities are. So forward, a chunk of whole groups at a time, autograd makes the gradient
+of each log-probability, and the chunk's exponentials those of the inputs as in `fused_linear_ce.py`: three products.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +28,11 @@ from llmk.ops.linear_loss.objectives.preference import (
     F_DIVERGENCES,
     LOSSES,
     MARGIN_LOSSES,
-    LossOptions,
     PreferenceTerms,
     check_label_smoothing,
 )
 from llmk.registry import (
     LARGEST,
-    Cost,
     Sample,
     check_dtype,
     check_finite,
@@ -49,7 +40,6 @@ from llmk.registry import (
     check_option,
     check_same,
     check_shape,
-    from_arguments,
     public_op,
 )
 from llmk.registry.checks import TINY
@@ -57,83 +47,31 @@ from llmk.registry.checks import TINY
 
 @one_rank
 def fused_linear_preference_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
-    ref_logps: Tensor | None = None, token_weight: Tensor | None = None, nll_weight: Tensor | None = None,
-    group_weight: Tensor | None = None, loss_type: str = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0,
-    simpo_gamma: float = 0.0, discopop_tau: float = 0.05, f_divergence_type: str = "reverse_kl",
-    f_divergence_coef: float = 0.5, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = True, chunk_size: int = 0,
-    logits_dtype: torch.dtype | None = None,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, ref_logps: Tensor | None = None,
+    token_weight: Tensor | None = None, nll_weight: Tensor | None = None, group_weight: Tensor | None = None,
+    loss_type: str = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0, simpo_gamma: float = 0.0,
+    discopop_tau: float = 0.05, f_divergence_type: str = "reverse_kl", f_divergence_coef: float = 0.5,
+    ignore_index: int = -100, **linear: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    logprobs, entropy = linear_logprobs_reference(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        logits_dtype=logits_dtype,
-    )
-    counts = target.long() != ignore_index
-    weighted = logprobs if token_weight is None else torch.where(counts, token_weight.to(logprobs.dtype), 0) * logprobs
-    logratios = weighted.sum(-1)
-    if ref_logps is not None:
-        logratios = logratios - ref_logps.to(logprobs.dtype)
-    rewards = F_DIVERGENCES[f_divergence_type](logratios, f_divergence_coef)
-    options = from_arguments(LossOptions, locals())
-    names, losses = loss_type.split("+"), []
-    for name in names:
-        normalized = rewards / counts.sum(-1).clamp(min=1) if LOSSES[name].length_normalized else rewards
-        losses.append(LOSSES[name].value(options, *normalized.unbind(-1)))
-    each = torch.stack(losses)
-    loss = (each if group_weight is None else each * group_weight.reshape(len(names), -1).to(each.dtype)).sum()
-    if nll_weight is not None:
-        loss = loss - torch.where(counts, nll_weight.to(logprobs.dtype) * logprobs, 0).sum()
-    return loss, logprobs.detach(), entropy.detach()
+    terms = PreferenceTerms.of(locals())
+    logprobs, entropy = linear_logprobs_reference(input, linear_weight, target, ignore_index=ignore_index, **linear)
+    return terms.loss(logprobs, target.long() != ignore_index), logprobs.detach(), entropy.detach()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceCall(GroupsCall):
     """The tokens are `[G, M, S]`: G groups of M sequences."""
 
-    ref_logps: Tensor | None  # [G, M]
-    token_weight: Tensor | None  # [G, M, S]
-    nll_weight: Tensor | None  # [G, M, S]
-    group_weight: Tensor | None  # [G], or [types, G]
-    loss_type: str  # names joined by "+"
-    options: LossOptions
-    f_divergence_type: str
-    f_divergence_coef: float
+    terms: PreferenceTerms
 
     @property
     def group(self) -> torch.Size:
         return self.tokens[1:]
 
-    def terms(self, groups: slice) -> PreferenceTerms:
+    def loss(self, groups: slice) -> Callable[[Tensor, Tensor], Tensor]:
         counts = self.target[groups].long() != self.ignore_index  # int32 would wrap an index that it does not hold
-
-        def masked(weights: Tensor | None) -> Tensor:
-            if weights is None:
-                return counts.float()
-            return torch.where(counts, weights[groups].float(), 0.0)
-
-        names = self.loss_type.split("+")
-        group_weight = None
-        if self.group_weight is not None:
-            group_weight = self.group_weight.reshape(len(names), -1)[:, groups].float()
-        return PreferenceTerms(
-            lengths=counts.sum(-1).clamp(min=1).float(),
-            ref_logps=None if self.ref_logps is None else self.ref_logps[groups].float(),
-            token_weight=masked(self.token_weight),
-            nll_weight=None if self.nll_weight is None else masked(self.nll_weight),
-            group_weight=group_weight,
-            names=names,
-            options=self.options,
-            divergence=self.f_divergence_type,
-            coef=self.f_divergence_coef,
-        )
+        terms = self.terms.of_groups(groups)
+        return lambda logprobs, entropy: terms.loss(logprobs, counts)
 
 
 scale = scale_op("_fused_linear_preference_scale")
@@ -196,10 +134,6 @@ def fused_linear_preference_workloads(device: torch.device, dtype: torch.dtype) 
         yield Sample((x, linear_weight, target), {"ref_logps": ref_logps}, why=f"{G}x2x{S}x{H}x{V}")
 
 
-def fused_linear_preference_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    return linear_cost(input, linear_weight)
-
-
 @public_op(
     reference=fused_linear_preference_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
@@ -207,7 +141,7 @@ def fused_linear_preference_cost(input: Tensor, linear_weight: Tensor, target: T
     samples=fused_linear_preference_samples,
     resized=fused_linear_preference_resized,
     workloads=fused_linear_preference_workloads,
-    cost=fused_linear_preference_cost,
+    cost=linear_cost,
 )
 def fused_linear_preference(
     input: Tensor,
@@ -264,9 +198,7 @@ def fused_linear_preference(
         f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", for types that
             depend on the difference of rewards alone.
         f_divergence_coef: Coefficient of the alpha divergence.
-        temperature: Divides the logits, after the cap; positive.
-        logit_scale: Factor of the logits, before the cap.
-        softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
+        temperature, logit_scale, softcap: As in `linear_logprobs`.
         ignore_index: A token with this target has log-probability 0 and no gradient, whatever its values are.
         skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it, but on a CPU.
         chunk_size: As in `fused_linear_ce`, or the most tokens that are whole groups.
@@ -298,25 +230,25 @@ def fused_linear_preference(
 
 
 def _check_loss(call: PreferenceCall) -> None:
-    names = call.loss_type.split("+")
+    terms, names = call.terms, call.terms.loss_type.split("+")
     for name in names:
         check_option("loss_type", name, tuple(LOSSES))
-    check_option("f_divergence_type", call.f_divergence_type, tuple(F_DIVERGENCES))
+    check_option("f_divergence_type", terms.f_divergence_type, tuple(F_DIVERGENCES))
     M = LOSSES[names[0]].sequences
     for name in names:
         if LOSSES[name].sequences != M:
             raise ValueError(f"loss_type: expected types of {M} sequences a group like {names[0]!r}, got {name!r}")
-        if call.f_divergence_type != "reverse_kl" and name not in MARGIN_LOSSES:
+        if terms.f_divergence_type != "reverse_kl" and name not in MARGIN_LOSSES:
             expected = f"expected 'reverse_kl' with loss_type {name!r}"
-            raise ValueError(f"f_divergence_type: {expected}, got {call.f_divergence_type!r}")
+            raise ValueError(f"f_divergence_type: {expected}, got {terms.f_divergence_type!r}")
     if call.input.dim() != 4 or call.input.shape[1] != M:
-        expected = f"[G, {M}, S, H] with loss_type {call.loss_type!r}"
+        expected = f"[G, {M}, S, H] with loss_type {terms.loss_type!r}"
         raise ValueError(f"input: expected shape {expected}, got {tuple(call.input.shape)}")
 
 
 def _check_tensors(call: PreferenceCall) -> None:
-    tokens, (G, M) = tuple(call.tokens), call.tokens[:2]
-    types = call.loss_type.count("+") + 1
+    tokens, (G, M), given = tuple(call.tokens), call.tokens[:2], {"target": call.target, **vars(call.terms)}
+    types = call.terms.loss_type.count("+") + 1
     for name, shape, meaning in (
         ("target", tokens, "one for each token of input"),
         ("ref_logps", (G, M), "one for each sequence"),
@@ -324,7 +256,7 @@ def _check_tensors(call: PreferenceCall) -> None:
         ("nll_weight", tokens, "one for each token"),
         ("group_weight", (G,) if types == 1 else (types, G), "one for each group"),
     ):
-        tensor = getattr(call, name)
+        tensor = given[name]
         if tensor is None:
             continue
         if name != "target":

@@ -54,15 +54,14 @@ class Head(FromArguments):
         return self.num_classes or self.linear_weight.shape[0]
 
     def arguments(self, without: Sequence[str] = ()) -> dict[str, Any]:
-        """Return an operator's arguments, all but those that it does not have."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in without}
+        """Return an operator's arguments, all but those that it does not have.
 
-    def without_scale(self) -> Self:
-        """Return a head without a scale that gives the same logits, for operators that have none."""
-        if self.logit_scale == 1.0:
-            return self
-        input, bias = scaled(self.logit_scale, self.input, self.linear_bias)
-        return replace(self, input=input, linear_bias=bias, logit_scale=1.0)
+        Without a scale of the logits the input and the bias are multiplied by it.
+        """
+        given = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in without}
+        if "logit_scale" in without:
+            given["input"], given["linear_bias"] = scaled(self.logit_scale, self.input, self.linear_bias)
+        return given
 
     def checked(self) -> Self:
         """Check that tensors and options fit each other, and return the head, cast under autocast.

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._records import Make, linear_cost, linear_plan, linear_reference
-from llmk.ops.linear_loss.drivers.contrastive import ContrastiveOps, stores_products
+from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, rows_plan
+from llmk.ops.linear_loss.drivers.contrastive import ContrastiveCall, info_nce_bwd, info_nce_fwd, stores_products
 from llmk.registry import Cost, Sample, public_op
 
 
@@ -51,9 +51,6 @@ def info_nce_reference(
     if symmetric:
         loss = (loss - logits[:, :N].log_softmax(0).diagonal()) / 2
     return {"none": loss, "sum": loss.sum(), "mean": loss.mean()}[reduction]
-
-
-KERNEL_OPS = ContrastiveOps("info_nce")
 
 
 def info_nce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -118,7 +115,7 @@ def info_nce_plan(
     query: Tensor, key: Tensor, negatives: Tensor | None = None, *, chunk_size: int = 0, **options: Any
 ) -> str:
     stored = query.is_cpu or stores_products(query)
-    return linear_plan(query, _keys(key, negatives), chunk_size=chunk_size, stored=stored)
+    return rows_plan(query, _keys(key, negatives), chunk_size=chunk_size, matrices=int(stored))
 
 
 def _keys(key: Tensor, negatives: Tensor | None) -> Tensor:
@@ -128,7 +125,7 @@ def _keys(key: Tensor, negatives: Tensor | None) -> Tensor:
 @public_op(
     reference=info_nce_reference,
     differentiable=("query", "key", "negatives", "scale"),
-    kernel_ops=KERNEL_OPS.kernel_ops,
+    kernel_ops=(info_nce_fwd.op, info_nce_bwd.op),
     samples=info_nce_samples,
     resized=info_nce_resized,
     workloads=info_nce_workloads,
@@ -195,4 +192,5 @@ def info_nce(
     Sources: van den Oord et al., 2018, https://arxiv.org/abs/1807.03748; Radford et al., 2021,
     https://arxiv.org/abs/2103.00020.
     """
-    return KERNEL_OPS(locals())
+    loss, *_ = info_nce_fwd(ContrastiveCall.checked(locals()))
+    return loss

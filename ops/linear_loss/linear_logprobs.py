@@ -28,19 +28,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._patterns import LINEAR_LOGPROBS
 from llmk.ops.linear_loss._records import (
     Make,
     keeps_exponentials,
     linear_cost,
-    linear_reference,
+    logits_reference,
     one_rank,
     rows_plan,
+    token_resized,
     token_workload,
     token_workloads,
 )
-from llmk.ops.linear_loss.drivers.logprobs import LogprobsOps
+from llmk.ops.linear_loss.chunked import local_fields, with_shard
+from llmk.ops.linear_loss.drivers.logprobs import CandidatesCall, linear_logprobs_bwd, linear_logprobs_fwd
+from llmk.ops.linear_loss.head import DIFFERENTIABLE
 from llmk.registry import Cost, Sample, public_op
 
 
@@ -51,10 +53,8 @@ def linear_logprobs_reference(
     skip_ignored: bool = True, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None, add_tail: bool = False, entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
-    logits = logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = cap_reference(logits, softcap)
-    logits = logits / temperature
+    scaled = {"logit_scale": logit_scale, "softcap": softcap}
+    logits = logits_reference(input, linear_weight, linear_bias, logits_dtype, **scaled) / temperature
     if support is not None:
         logits = logits.masked_fill(~_in_support(support.long(), logits.shape[-1]), float("-inf"))
     candidates = target.long() if target.dim() == input.dim() else target.long().unsqueeze(-1)
@@ -81,9 +81,6 @@ def _in_support(support: Tensor, V: int) -> Tensor:
     mask = torch.zeros((*support.shape[:-1], V + 1), dtype=torch.bool, device=support.device)
     mask.scatter_(-1, torch.where(support < 0, V, support), True)
     return mask[..., :V] | (support < 0).all(-1, keepdim=True)
-
-
-KERNEL_OPS = LogprobsOps("linear_logprobs")
 
 
 def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -160,15 +157,6 @@ def support_samples(make: Make) -> Iterator[Sample]:
     yield Sample((randn(9, 16), randn(80, 16), target), kwargs, why="supports of 64, ignored tokens not skipped")
 
 
-def linear_logprobs_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, linear_weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
-    return Sample((x, linear_weight, torch.randint(0, 40, (rows,), device=device)), {"chunk_size": 32}, why="resized")
-
-
-def linear_logprobs_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    yield from token_workloads([(8192, 2048, 151936), (8192, 4096, 128256), (4096, 4096, 32000)], device, dtype)
-
-
 def linear_logprobs_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
     return linear_cost(input, linear_weight, reads=3, products=4 - keeps_exponentials(input, linear_weight))
 
@@ -181,10 +169,10 @@ def linear_logprobs_plan(input: Tensor, linear_weight: Tensor, target: Tensor, *
 @public_op(
     reference=linear_logprobs_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=KERNEL_OPS.kernel_ops,
+    kernel_ops=(linear_logprobs_fwd.op, linear_logprobs_bwd.op),
     samples=linear_logprobs_samples,
-    resized=linear_logprobs_resized,
-    workloads=linear_logprobs_workloads,
+    resized=token_resized,
+    workloads=token_workloads((8192, 2048, 151936), (8192, 4096, 128256), (4096, 4096, 32000)),
     sized=token_workload,
     cost=linear_logprobs_cost,
     plan=linear_logprobs_plan,
@@ -265,4 +253,6 @@ def linear_logprobs(
     Sources: `torch.nn.functional.log_softmax`; TRL's `selective_log_softmax` and `entropy_from_logits`,
     https://github.com/huggingface/trl.
     """
-    return KERNEL_OPS(locals())
+    local, as_given, _ = local_fields(with_shard(locals()), [DIFFERENTIABLE], ["target", "support"])
+    logprobs, entropies, *_ = linear_logprobs_fwd(CandidatesCall.checked(local))
+    return as_given(logprobs), as_given(entropies)

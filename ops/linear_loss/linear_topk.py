@@ -17,15 +17,17 @@ which is that of the log-probabilities of K given classes, as `linear_logprobs` 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_reference, logsumexp_reference
-from llmk.ops.linear_loss._records import Make, linear_cost, linear_plan, linear_reference, one_rank
-from llmk.ops.linear_loss.drivers.logprobs import TopkOps
-from llmk.registry import Cost, Sample, public_op
+from llmk.ops.common.math import logsumexp_reference
+from llmk.ops.linear_loss._records import Make, linear_cost, logits_reference, one_rank, rows_plan
+from llmk.ops.linear_loss.chunked import local_fields, with_shard
+from llmk.ops.linear_loss.drivers.logprobs import TopkCall, linear_topk_bwd, linear_topk_fwd
+from llmk.ops.linear_loss.head import DIFFERENTIABLE
+from llmk.registry import Sample, public_op
 
 
 @one_rank
@@ -33,13 +35,9 @@ def linear_topk_reference(
     input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    logits = logit_scale * linear_reference(input, linear_weight, linear_bias)
-    logits = cap_reference(logits, softcap) / temperature
+    logits = logits_reference(input, linear_weight, linear_bias, logit_scale=logit_scale, softcap=softcap) / temperature
     indices = logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return logits.log_softmax(-1).gather(-1, indices), indices, logsumexp_reference(logits)
-
-
-KERNEL_OPS = TopkOps("linear_topk")
 
 
 def linear_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -82,24 +80,16 @@ def linear_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[
         yield linear_topk_workload(sizes, device, dtype)
 
 
-def linear_topk_cost(input: Tensor, linear_weight: Tensor, k: int, **options: Any) -> Cost:
-    return linear_cost(input, linear_weight, reads=3, products=4)
-
-
-def linear_topk_plan(input: Tensor, linear_weight: Tensor, k: int, **options: Any) -> str:
-    return linear_plan(input, linear_weight, **options)
-
-
 @public_op(
     reference=linear_topk_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=KERNEL_OPS.kernel_ops,
+    kernel_ops=(linear_topk_fwd.op, linear_topk_bwd.op),
     samples=linear_topk_samples,
     resized=linear_topk_resized,
     workloads=linear_topk_workloads,
     sized=linear_topk_workload,
-    cost=linear_topk_cost,
-    plan=linear_topk_plan,
+    cost=partial(linear_cost, reads=3, products=4),
+    plan=partial(rows_plan, matrices=1),
 )
 def linear_topk(
     input: Tensor,
@@ -137,9 +127,7 @@ def linear_topk(
         linear_weight: `[V, H]`, as in `torch.nn.Linear`, dtype of `input`.
         k: From 1 to 256, and at most V.
         linear_bias: `[V]`, dtype of `input`.
-        temperature: Divides the logits, after the cap; positive.
-        logit_scale: Factor of the logits, before the cap.
-        softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
+        temperature, logit_scale, softcap: As in `linear_logprobs`.
         chunk_size: Tokens whose logits, in the backward pass their gradient, exist at a time; 0 chooses.
         vocab_start, num_classes, group_name: As in `linear_logprobs`, for a weight that is sharded over ranks.
 
@@ -153,4 +141,6 @@ def linear_topk(
 
     Sources: `torch.topk` of `torch.nn.functional.log_softmax`.
     """
-    return KERNEL_OPS(locals())
+    local, as_given, _ = local_fields(with_shard(locals()), [DIFFERENTIABLE], [])
+    logprobs, logsumexp, indices, *_ = linear_topk_fwd(TopkCall.checked(local))
+    return as_given(logprobs), as_given(indices), as_given(logsumexp)

@@ -7,44 +7,13 @@ import torch
 from torch import Tensor
 
 from llmk.ops.recurrence import LARGEST_KEY, LARGEST_VALUE
-from llmk.ops.recurrence._chunks import chunk_size
-from llmk.registry import Cost, cdiv, check_dtype, check_finite, check_parameter, check_same, check_shape, empty
-from llmk.registry.devices import runs_kernels
+from llmk.ops.recurrence._chunks import Call
+from llmk.registry import Cost, check_dtype, check_finite, check_parameter, check_same, check_shape
 
 
-def check_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    sequence_ids: Tensor | None,
-) -> None:
-    _check_inputs(q, k, v, g, beta, scale, "B, T")
-    (B, T, _, K), (*_, H, V) = q.shape, v.shape
-    if initial_state is not None:
-        _check_state("initial_state", initial_state, (B, H, K, V), q)
-    if sequence_ids is not None:
-        check_dtype("sequence_ids", sequence_ids, (torch.int32, torch.int64))
-        check_shape("sequence_ids", sequence_ids, (B, T), "one for each token")
-        check_same("sequence_ids", sequence_ids, "q", q)
-
-
-def check_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor, scale: float | None
-) -> None:
-    """Check a call of one token, whose tensors have no axis of tokens."""
-    _check_inputs(q, k, v, g, beta, scale, "B")
-    (B, _, K), (_, H, V) = q.shape, v.shape
-    _check_state("state", state, (B, H, K, V), q)
-
-
-def _check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None, axes: str
-) -> None:
-    """`axes` are the names of those before the heads."""
+def check_call(call: Call, axes: str = "B, T", state: str = "initial_state") -> None:
+    """Check a call. `axes` are those before the heads, and `state` is the name of the argument that is the state."""
+    q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
     check_dtype("q", q)
     dims = 3 + axes.count(",")
     if q.dim() != dims or not 1 <= q.shape[-1] <= LARGEST_KEY or q.shape[-2] == 0:
@@ -64,39 +33,26 @@ def _check_inputs(
     meaning = f"one for each value head; or {per_channel}, one for each of its channels"
     check_parameter("g", g, per_channel if tuple(g.shape) == per_channel else per_head, meaning, "q", q)
     check_parameter("beta", beta, per_head, "one for each value head", "q", q)
-    if scale is not None:
-        check_finite("scale", scale)
+    if call.scale is not None:
+        check_finite("scale", call.scale)
+    if call.initial_state is not None:
+        check_dtype(state, call.initial_state, (torch.float32,))
+        check_shape(state, call.initial_state, (tokens[0], H, K, V), "[B, H, K, V]")
+        check_same(state, call.initial_state, "q", q)
+    if call.sequence_ids is not None:
+        check_dtype("sequence_ids", call.sequence_ids, (torch.int32, torch.int64))
+        check_shape("sequence_ids", call.sequence_ids, tuple(tokens), "one for each token")
+        check_same("sequence_ids", call.sequence_ids, "q", q)
 
 
-def _check_state(name: str, state: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
-    check_dtype(name, state, (torch.float32,))
-    check_shape(name, state, shape, "[B, H, K, V]")
-    check_same(name, state, "q", q)
-
-
-def kept_shape(v: Tensor, is_kept: bool) -> tuple[int, ...]:
-    """A matrix of each chunk that is kept for the backward pass, `[B, H, N, C, C]`; of no chunk where it is not.
-
-    On a CPU nothing is kept.
-    """
-    (B, T, H, _), C = v.shape, chunk_size(v.dtype)
-    is_kept = is_kept and (not v.is_cpu or runs_kernels("recurrence", v))
-    return B, H, cdiv(T, C) if is_kept else 0, C, C
-
-
-def or_not_kept(matrix: Tensor | None, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return what is kept, or where it is None as much of no chunk."""
-    return empty(kept_shape(v, False), dtype or v.dtype, v.device) if matrix is None else matrix
-
-
-def recurrence_cost(q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, products: int) -> Cost:
+def recurrence_cost(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, **options: object) -> Cost:
     """The least to read and write, and the products.
 
-    Forward is `products` multiplications of a state's size a token and value head; backward has twice as many.
+    Forward is two multiplications of a state's size a token and value head, three with a correction; backward has twice
+    as many.
     """
-    tokens, state = v.numel() // v.shape[-1], q.shape[-1] * v.shape[-1]
-    inputs = (2 * q.numel() + v.numel()) * q.element_size() + g.numel() * g.element_size()
-    inputs += 0 if beta is None else beta.numel() * beta.element_size()
+    tokens, state, products = v.numel() // v.shape[-1], q.shape[-1] * v.shape[-1], 2 if beta is None else 3
+    inputs = sum(x.numel() * x.element_size() for x in (q, k, v, g, beta) if x is not None)
     output = v.numel() * v.element_size()
     flops = 2 * products * tokens * state
     return Cost(inputs + output, 3 * inputs + 2 * output, flops, 3 * flops)

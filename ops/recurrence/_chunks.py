@@ -1,4 +1,4 @@
-"""The recurrence in chunks, in plain PyTorch: the reference's forward pass, and both passes on a CPU.
+"""The recurrence in chunks, in plain PyTorch: the reference, and both passes on a CPU.
 
 The package's docstring has the formulas; names are theirs. Tensors are `[B, H, N, C, ...]`, N chunks of C tokens.
 """
@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmk.ops.recurrence._decays import Decays, Product, decayed, decays
-from llmk.registry import next_power_of_2
+from llmk.ops.recurrence._decays import Decays, Product, decays
+from llmk.registry import gradient_of, next_power_of_2
 
 CHUNK = 64
 """Tokens of a chunk; a shorter sequence is one chunk on a CPU."""
 FLOAT32_CHUNK = 32
 L2_EPS = 1e-6
 """Added to the sum of squares of a query or key that is normalized."""
+DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state")
 
 
 def chunk_size(dtype: torch.dtype) -> int:
@@ -47,6 +48,12 @@ class Call:
     def factor(self) -> float:
         """The scale."""
         return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def operands(self) -> tuple[Tensor | float | None, ...]:
+        """The fields in their order, with the scale that None stands for."""
+        inputs = (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.sequence_ids)
+        return *inputs, self.factor, self.l2_norm_qk
 
     def to(self, dtype: torch.dtype) -> "Call":
         """The call in another dtype, queries and keys normalized where they are to be."""
@@ -99,90 +106,31 @@ def in_chunks(call: Call) -> Chunks:
     return Chunks(q, k, cut(v), beta, decays(cut(g), index), initial, T)
 
 
-@dataclass(frozen=True)
-class Scan:
-    """The results of a pass over the chunks: the decayed products of queries and keys, and of keys with each other, A's
-    inverse T, each chunk's first state, and U.
-    """
-
-    out: Tensor
-    final: Tensor
-    qk: Tensor
-    kk: Tensor | None
-    inverse: Tensor | None
-    states: Tensor
-    u: Tensor
+def solved(a: Tensor, r: Tensor) -> Tensor:
+    """(I + the part of `a` below its diagonal)^-1 times r, by substitution."""
+    one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    return torch.linalg.solve_triangular(a.tril(-1) + one, r, upper=False, unitriangular=True)
 
 
-def scan(c: Chunks, scale: float, product: Product = torch.matmul) -> Scan:
-    """The forward pass; `product` multiplies matrices."""
-    d = c.decays
-    qk, kk, inverse = d.pairs(product, c.q, c.k), None, None
+def scan(c: Chunks, scale: float, product: Product = torch.matmul, solve: Product = solved) -> tuple[Tensor, Tensor]:
+    """The outputs, in chunks, and the last state. `product` multiplies matrices, `solve` solves for U as `solved`."""
+    d, a = c.decays, None
+    qk = d.pairs(product, c.q, c.k)
     if c.beta is not None:
-        kk = d.pairs(product, c.k, c.k)
-        inverse = _inverse(c.beta.unsqueeze(-1) * kk)
+        a = d.in_one_sequence(c.beta.unsqueeze(-1) * d.pairs(product, c.k, c.k))
     none = c.v[:, :, :0]  # no chunk's, of which autograd finds all inputs where there are no tokens
     none = none if c.beta is None else c.beta[:, :, :0].unsqueeze(-1) * none
     state, states, us = c.initial, [c.initial.unsqueeze(2)[:, :, :0]], [none]
     for n in range(c.q.shape[2]):
         k, u = c.k[:, :, n], c.v[:, :, n]
-        if c.beta is not None and inverse is not None:
+        if c.beta is not None and a is not None:
             predicted = d.from_state(product, k, d.start[:, :, n], state)
-            u = product(inverse[:, :, n], c.beta[:, :, n, :, None] * (u - predicted))
+            u = solve(a[:, :, n], c.beta[:, :, n, :, None] * (u - predicted))
         states.append(state.unsqueeze(2))
         us.append(u.unsqueeze(2))
         state = d.whole[:, :, n] * state + d.into_state(product, k, d.end[:, :, n], u)
     first, u = torch.cat(states, 2), torch.cat(us, 2)
-    out = scale * d.from_state(product, c.q, d.start, first) + product(scale * qk, u)
-    return Scan(out, state, qk, kk, inverse, first, u)
-
-
-def _inverse(a: Tensor) -> Tensor:
-    """(I + the part of `a` below its diagonal)^-1, by substitution."""
-    one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(a.shape)
-    return torch.linalg.solve_triangular(a.tril(-1) + one, one, upper=False, unitriangular=True)
-
-
-def scan_backward(
-    c: Chunks, scale: float, grad_out: Tensor, grad_final: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The gradients of q, k (for each value head), v, g, beta, all in chunks, and of the initial state."""
-    run, d = scan(c, scale), c.decays
-    queries, keys, ends = scale * d.start * c.q, d.start * c.k, d.end * c.k
-    into_scores = scale * run.qk.mT @ grad_out
-    into_states = queries.mT @ grad_out
-    ds, dends, drs = grad_final, [grad_final.unsqueeze(2)[:, :, :0]], [c.v[:, :, :0]]
-    for n in reversed(range(c.q.shape[2])):
-        dends.append(ds.unsqueeze(2))
-        dr = into_scores[:, :, n] + ends[:, :, n] @ ds
-        ds = d.whole[:, :, n] * ds + into_states[:, :, n]
-        if c.beta is not None and run.inverse is not None:
-            dr = run.inverse[:, :, n].mT @ dr
-            ds = ds - keys[:, :, n].mT @ (c.beta[:, :, n, :, None] * dr)
-        drs.append(dr.unsqueeze(2))
-    dend, dr = torch.cat(dends[::-1], 2), torch.cat(drs[::-1], 2)
-    from_out = scale * decayed(grad_out @ run.states.mT, d.start)
-    from_end = decayed(run.u @ dend.mT, d.end)
-    dq, dk, dg = d.pairs_gradients(scale * (grad_out @ run.u.mT).tril(), c.q, c.k, run.qk)
-    start, end = c.q * from_out, c.k * from_end
-    whole = decayed((run.states * dend).sum(-1), d.whole.squeeze(-1))
-    dq, dk, dv, dbeta = dq + from_out, dk + from_end, dr, None
-    if c.beta is not None and run.kk is not None:
-        beta = c.beta.unsqueeze(-1)
-        da = -(dr @ run.u.mT).tril(-1)
-        predicted = decayed(dr @ run.states.mT, d.start)
-        drow, dcolumn, between = d.pairs_gradients(da, beta * c.k, c.k, beta * run.kk)
-        dbeta = (dr * c.v).sum(-1) - (c.k * predicted).sum(-1) + decayed(da, run.kk).sum(-1)
-        dk, dv, dg = dk + beta * drow + dcolumn - beta * predicted, beta * dr, dg + between
-        start = start - beta * c.k * predicted
-    dg = dg + d.ends_gradient(start, end, whole)
-    return dq, dk, dv, dg, dbeta, ds
-
-
-def _l2_backward(grad: Tensor, x: Tensor) -> Tensor:
-    rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
-    n = x * rstd
-    return rstd * (grad - n * (n * grad).sum(-1, keepdim=True))
+    return scale * d.from_state(product, c.q, d.start, first) + product(scale * qk, u), state
 
 
 class _RoundedProduct(torch.autograd.Function):
@@ -207,43 +155,42 @@ def chunked_reference(call: Call) -> tuple[Tensor, Tensor]:
     """The chunked composition: each product's operands are rounded to the dtype of q, the rest float32 or float64."""
     dtype, wide = call.q.dtype, call.to(torch.promote_types(call.q.dtype, torch.float32))
     c = in_chunks(wide)
-    run = scan(c, call.factor, lambda a, b: _RoundedProduct.apply(a, b, dtype))
-    final = run.final if run.final is not wide.initial_state else run.final.clone()
-    return c.joined(run.out).to(dtype).contiguous(), final
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return _RoundedProduct.apply(a, b, dtype)
+
+    def solve(a: Tensor, r: Tensor) -> Tensor:
+        one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(a.shape)
+        return product(solved(a, one), r)
+
+    out, final = scan(c, call.factor, product, solve)
+    return c.joined(out).to(dtype).contiguous(), final if final is not wide.initial_state else final.clone()
+
+
+def _in_float32(call: Call) -> tuple[Tensor, Tensor]:
+    c = in_chunks(call.to(torch.float32))
+    out, final = scan(c, call.factor)
+    return c.joined(out), final
 
 
 def forward_cpu(call: Call) -> tuple[Tensor, Tensor]:
     """The forward pass on a CPU, float32 with one rounding."""
-    c = _float_chunks(call)
-    run = scan(c, call.factor)
-    return _fresh(c.joined(run.out), call.v.dtype), _fresh(run.final, torch.float32)
+    if call.g.numel() and not bool((call.g <= 0).all() | call.g.isnan().any()):
+        raise ValueError(f"g: expected log decays of at most 0, got {float(call.g.max())}")
+    out, final = _in_float32(call)
+    return _fresh(out, call.v.dtype), _fresh(final, torch.float32)
 
 
 def backward_cpu(call: Call, grad_out: Tensor, grad_final: Tensor) -> dict[str, Tensor | None]:
-    """The gradients of the operands by name, float32 with one rounding."""
-    c = _float_chunks(call)
-    like_v = in_chunks(replace(call, v=grad_out.float(), beta=None, initial_state=None, sequence_ids=None)).v
-    dq, dk, dv, dg, dbeta, dinitial = scan_backward(c, call.factor, like_v, grad_final.float())
+    """The gradients of the operands by name: the derivative of the forward pass, with one rounding."""
+    given = {name: x for name in DIFFERENTIABLE if (x := getattr(call, name)) is not None}
 
-    def of_key_heads(grad: Tensor, x: Tensor) -> Tensor:
-        grad = c.joined(grad).unflatten(2, (x.shape[2], -1)).sum(3)
-        return _fresh(_l2_backward(grad, x.float()) if call.l2_norm_qk else grad, x.dtype)
+    def value(*tensors: Tensor) -> Tensor:
+        out, final = _in_float32(replace(call, **dict(zip(given, tensors, strict=True))))
+        return (out * grad_out).sum() + (final * grad_final).sum()
 
-    return {
-        "q": of_key_heads(dq, call.q),
-        "k": of_key_heads(dk, call.k),
-        "v": _fresh(c.joined(dv), call.v.dtype),
-        "g": _fresh(c.joined(dg).reshape(call.g.shape), call.g.dtype),
-        "beta": None if call.beta is None or dbeta is None else _fresh(c.joined(dbeta), call.beta.dtype),
-        "initial_state": _fresh(dinitial, torch.float32),
-    }
-
-
-def _float_chunks(call: Call) -> Chunks:
-    g = call.g
-    if g.numel() and not bool((g <= 0).all() | g.isnan().any()):
-        raise ValueError(f"g: expected log decays of at most 0, got {float(g.max())}")
-    return in_chunks(call.to(torch.float32))
+    _, found = gradient_of(value, *given.values())
+    return dict.fromkeys(DIFFERENTIABLE) | dict(zip(given, found, strict=True))
 
 
 def _fresh(x: Tensor, dtype: torch.dtype) -> Tensor:

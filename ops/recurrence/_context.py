@@ -11,68 +11,59 @@ Sent are K (V + K) float32 numbers for each value head and rank, or without the 
 length of the parts. The pair costs a forward pass of its own, and in the backward pass a backward one.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from llmk.ops.common.collectives import gather_from_ranks, place_in
-from llmk.ops.recurrence import LARGEST_VALUE
-from llmk.ops.recurrence._chunks import sequence_indices
+from llmk.ops.recurrence._chunks import Call, sequence_indices
 
 
-def check_context(context_group: str, q: Tensor, v: Tensor, corrects: bool) -> None:
-    """Check what a group asks for beyond a call on one rank."""
-    place_in(context_group, q, v)
-    if q.shape[1] == 0:
-        raise ValueError("context_group: expected at least one token on every rank, got 0")
-    K, V = q.shape[3], v.shape[3]
-    if corrects and K + V > LARGEST_VALUE:
-        raise ValueError(f"context_group: expected K + V up to {LARGEST_VALUE}, got {K} and {V}")
+def state_before(call: Call, last_state: Callable[[Call], Tensor], context_group: str) -> Tensor:
+    """The state before this rank's first token `[B, H, K, V]`; `last_state` computes the one after a part's last.
 
-
-def start_of_part(initial_state: Tensor | None, context_group: str) -> Tensor | None:
-    """The state that this rank's pair is made from: the sequence's own is the first rank's."""
-    return initial_state if place_in(context_group)[0] == 0 else None
-
-
-def decay_of_part(g: Tensor, sequence_ids: Tensor | None, K: int) -> Tensor:
-    """The part's decay `[B, H, K, 1]`, float32: 0 where its last token is of another sequence than its first."""
-    decay = g.float().sum(1).exp()
-    decay = (decay.unsqueeze(-1) if g.dim() == 3 else decay).unsqueeze(-1)
-    if sequence_ids is not None:
-        decay = torch.where(sequence_indices(sequence_ids)[:, -1].view(-1, 1, 1, 1) == 0, decay, 0.0)
-    return decay.expand(-1, -1, K, 1)
-
-
-def with_identity(v: Tensor, state: Tensor | None, K: int) -> tuple[Tensor, Tensor]:
-    """Values and a state whose last state is the pair `[B, H, K, V + K]`: K more columns, 0 after an identity."""
-    B, T, H, V = v.shape
-    one = torch.eye(K, dtype=torch.float32, device=v.device).expand(B, H, K, K)
-    state = torch.zeros((B, H, K, V), dtype=torch.float32, device=v.device) if state is None else state
-    return torch.cat([v, torch.zeros((B, T, H, K), dtype=v.dtype, device=v.device)], -1), torch.cat([state, one], -1)
-
-
-def state_before(
-    pair: Tensor, V: int, initial_state: Tensor | None, sequence_ids: Tensor | None, context_group: str
-) -> Tensor:
-    """The state before this rank's first token `[B, H, K, V]`.
-
-    Args:
-        pair: The last state of this rank's part, the first V columns, and its decay, 1 or K columns; on the first rank
-            from the initial state.
-        sequence_ids: A rank goes on from the one before if its first token is of the sequence of that one's last.
+    A rank goes on from the one before if its first token is of the sequence of that one's last. The sequence's own
+    initial state is the first rank's.
     """
-    rank, ranks = place_in(context_group)
+    rank, ranks = place_in(context_group, call.q, call.v)
+    if call.q.shape[1] == 0:
+        raise ValueError("context_group: expected at least one token on every rank, got 0")
+    initial, V = call.initial_state if rank == 0 else None, call.v.shape[3]
+    part = replace(call, initial_state=initial)
+    corrects = call.beta is not None
+    pair = last_state(_with_identity(part)) if corrects else torch.cat([last_state(part), _decay_of(part)], -1)
     pairs = gather_from_ranks(pair.unsqueeze(0), ranks, context_group)
-    goes_on = _goes_on(sequence_ids, ranks, context_group)
+    goes_on = _goes_on(call.sequence_ids, ranks, context_group)
     # Every rank's result depends on what was gathered, so that every rank takes part in the backward pass.
     state = pairs[:0].sum(0)[..., :V]
-    state = state if initial_state is None or rank > 0 else state + initial_state
+    state = state if initial is None else state + initial
     for before in range(rank):
         last, decay = pairs[before, ..., :V], pairs[before, ..., V:]
-        state = last + (decay * state if decay.shape[-1] == 1 else decay @ state)
+        state = last + (decay @ state if corrects else decay * state)
         if goes_on is not None:
             state = torch.where(goes_on[before, :, None, None, None], state, 0.0)
     return state
+
+
+def _decay_of(part: Call) -> Tensor:
+    """The part's decay `[B, H, K, 1]`, float32: 0 where its last token is of another sequence than its first."""
+    decay = part.g.float().sum(1).exp()
+    decay = (decay.unsqueeze(-1) if part.g.dim() == 3 else decay).unsqueeze(-1)
+    if part.sequence_ids is not None:
+        decay = torch.where(sequence_indices(part.sequence_ids)[:, -1].view(-1, 1, 1, 1) == 0, decay, 0.0)
+    return decay.expand(-1, -1, part.q.shape[3], 1)
+
+
+def _with_identity(part: Call) -> Call:
+    """A call whose last state is the pair `[B, H, K, V + K]`: K more columns, 0 after an identity."""
+    (B, T, H, V), K, v = part.v.shape, part.q.shape[3], part.v
+    one = torch.eye(K, dtype=torch.float32, device=v.device).expand(B, H, K, K)
+    state = part.initial_state
+    state = torch.zeros((B, H, K, V), dtype=torch.float32, device=v.device) if state is None else state
+    values = torch.cat([v, torch.zeros((B, T, H, K), dtype=v.dtype, device=v.device)], -1)
+    return replace(part, v=values, initial_state=torch.cat([state, one], -1))
 
 
 def _goes_on(sequence_ids: Tensor | None, ranks: int, context_group: str) -> Tensor | None:

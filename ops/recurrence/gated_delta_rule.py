@@ -10,21 +10,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmk.ops.recurrence._call import check_call, kept_shape, or_not_kept, recurrence_cost, samples
-from llmk.ops.recurrence._chunk_launches import Kept, launch_backward, launch_forward
-from llmk.ops.recurrence._chunks import Call, backward_cpu, chunked_reference, forward_cpu
-from llmk.ops.recurrence._context import check_context, start_of_part, state_before, with_identity
-from llmk.registry import Cost, KernelOp, Sample, or_no_gradient, public_op
-
-DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state")
+from llmk.ops.recurrence._call import recurrence_cost, samples
+from llmk.ops.recurrence._chunks import Call, chunked_reference
+from llmk.ops.recurrence._operators import kernel_ops, run
+from llmk.registry import Sample, public_op
 
 
-def gated_delta_rule_reference(
+def recurrence_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
-    beta: Tensor,
+    beta: Tensor | None = None,
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
@@ -32,93 +29,11 @@ def gated_delta_rule_reference(
     sequence_ids: Tensor | None = None,
     context_group: str = "",
 ) -> tuple[Tensor, Tensor]:
+    """The reference of both operators: without a correction `beta` is None."""
     return chunked_reference(Call(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk))
 
 
-def _gated_delta_rule_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    sequence_ids: Tensor | None,
-    scale: float,
-    l2_norm_qk: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The last three outputs are kept for the backward pass: matrices of each chunk, T, P and K K^T."""
-    made = launch_forward(Call(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk), keep=keep)
-    inverse, scores = or_not_kept(made.kept.inverse, v), or_not_kept(made.kept.scores, v)
-    return made.out, made.final, inverse, scores, or_not_kept(made.kept.kk, v, torch.float32)
-
-
-def _gated_delta_rule_bwd(
-    grad: Tensor,
-    grad_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    sequence_ids: Tensor | None,
-    inverse: Tensor,
-    scores: Tensor,
-    kk: Tensor,
-    scale: float,
-    l2_norm_qk: bool,
-    need_initial_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = Call(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
-    found = launch_backward(call, grad, grad_state, Kept(inverse, scores, kk), need_initial_state)
-    dq, dk, dv, dg, dbeta, dinitial = (or_no_gradient(found[name], grad) for name in DIFFERENTIABLE)
-    return dq, dk, dv, dg, dbeta, dinitial
-
-
-# A graph keeps each as one node: on a CPU it is a loop over the chunks.
-gated_delta_rule_fwd = KernelOp(_gated_delta_rule_fwd, opaque=True)
-gated_delta_rule_bwd = KernelOp(_gated_delta_rule_bwd, opaque=True)
-
-
-@gated_delta_rule_fwd.register_kernel("cpu")
-def _(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk, keep):
-    out, final = forward_cpu(Call(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk))
-    return out, final, *(or_not_kept(None, v, dtype) for dtype in (v.dtype, v.dtype, torch.float32))
-
-
-@gated_delta_rule_bwd.register_kernel("cpu")
-def _(
-    grad, grad_state, q, k, v, g, beta, initial_state, sequence_ids, inverse, scores, kk, scale, l2_norm_qk,
-    need_initial_state,
-):  # fmt: skip
-    call = Call(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
-    found = backward_cpu(call, grad, grad_state)
-    found["initial_state"] = found["initial_state"] if need_initial_state else None
-    dq, dk, dv, dg, dbeta, dinitial = (or_no_gradient(found[name], grad) for name in DIFFERENTIABLE)
-    return dq, dk, dv, dg, dbeta, dinitial
-
-
-@gated_delta_rule_fwd.register_fake
-def _(q, v, g, keep):
-    (B, _, H, V), K, per_channel = v.shape, q.shape[3], g.dim() == 4
-    inverse, scores = v.new_empty(kept_shape(v, keep)), v.new_empty(kept_shape(v, keep and per_channel))
-    kk = v.new_empty(scores.shape, dtype=torch.float32)
-    return v.new_empty(v.shape), v.new_empty((B, H, K, V), dtype=torch.float32), inverse, scores, kk
-
-
-gated_delta_rule_fwd.register_backward(
-    gated_delta_rule_bwd,
-    outputs=("out", "final_state", "inverse", "scores", "kk"),
-    depends_on=[["q", "k", "v", "g", "beta", "initial_state"], ["k", "v", "g", "beta", "initial_state"]],
-    keeps=lambda needs_input_grad, args: (any(needs_input_grad),),
-)
-
-
-@gated_delta_rule_fwd.register_sharding
-def _(q):
-    """Along the batch."""
-    return [([0] * 5, [0] * 7)]
+gated_delta_rule_fwd, gated_delta_rule_bwd = kernel_ops("gated_delta_rule")
 
 
 def gated_delta_rule_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -150,18 +65,14 @@ def gated_delta_rule_workloads(device: torch.device, dtype: torch.dtype) -> Iter
         yield Sample((q, k, v, g, beta), {"l2_norm_qk": True}, why=why)
 
 
-def gated_delta_rule_cost(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: object) -> Cost:
-    return recurrence_cost(q, v, g, beta, products=3)
-
-
 @public_op(
-    reference=gated_delta_rule_reference,
-    differentiable=DIFFERENTIABLE,
+    reference=recurrence_reference,
+    differentiable=("q", "k", "v", "g", "beta", "initial_state"),
     kernel_ops=(gated_delta_rule_fwd, gated_delta_rule_bwd),
     samples=gated_delta_rule_samples,
     resized=gated_delta_rule_resized,
     workloads=gated_delta_rule_workloads,
-    cost=gated_delta_rule_cost,
+    cost=recurrence_cost,
 )
 def gated_delta_rule(
     q: Tensor,
@@ -209,7 +120,7 @@ def gated_delta_rule(
             sequences, each a call's tokens, at least one, and as many on each rank as it likes; "" for whole sequences.
             A sequence that crosses ranks has one number on both sides. The initial state is the first rank's, others'
             are not read; the final state is that after the rank's own last token. All ranks of the group have to run
-            the backward pass. K + V is at most 512 here.
+            the backward pass.
 
     Returns:
         `[B, T, H, V]`, contiguous, in the dtype of `q`, and the state after the last token, `[B, H, K, V]` in float32.
@@ -222,12 +133,5 @@ def gated_delta_rule(
 
     Source: Yang et al., 2024, https://arxiv.org/abs/2412.06464; Kimi Team, 2025, https://arxiv.org/abs/2510.26692.
     """
-    check_call(q, k, v, g, beta, scale, initial_state, sequence_ids)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    if context_group:
-        check_context(context_group, q, v, corrects=True)
-        values, start = with_identity(v, start_of_part(initial_state, context_group), q.shape[3])
-        _, pair, *_ = gated_delta_rule_fwd(q, k, values, g, beta, start, sequence_ids, scale, l2_norm_qk)
-        initial_state = state_before(pair, v.shape[3], initial_state, sequence_ids, context_group)
-    out, final_state, *_ = gated_delta_rule_fwd(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
-    return out, final_state
+    call = Call(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
+    return run(gated_delta_rule_fwd, call, context_group)

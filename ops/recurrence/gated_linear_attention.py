@@ -10,101 +10,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmk.ops.recurrence._call import check_call, kept_shape, or_not_kept, recurrence_cost, samples
-from llmk.ops.recurrence._chunk_launches import Kept, launch_backward, launch_forward
-from llmk.ops.recurrence._chunks import Call, backward_cpu, chunked_reference, forward_cpu
-from llmk.ops.recurrence._context import check_context, decay_of_part, start_of_part, state_before
-from llmk.registry import Cost, KernelOp, Sample, or_no_gradient, public_op
+from llmk.ops.recurrence._call import recurrence_cost, samples
+from llmk.ops.recurrence._chunks import Call
+from llmk.ops.recurrence._operators import kernel_ops, run
+from llmk.ops.recurrence.gated_delta_rule import recurrence_reference
+from llmk.registry import Sample, public_op
 
-DIFFERENTIABLE = ("q", "k", "v", "g", "initial_state")
-
-
-def gated_linear_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    sequence_ids: Tensor | None = None,
-    context_group: str = "",
-) -> tuple[Tensor, Tensor]:
-    return chunked_reference(Call(q, k, v, g, None, initial_state, sequence_ids, scale))
-
-
-def _gated_linear_attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    initial_state: Tensor | None,
-    sequence_ids: Tensor | None,
-    scale: float,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The last output is kept for the backward pass: with a decay for each channel a matrix of each chunk, P."""
-    made = launch_forward(Call(q, k, v, g, None, initial_state, sequence_ids, scale), keep=keep)
-    return made.out, made.final, or_not_kept(made.kept.scores, v)
-
-
-def _gated_linear_attention_bwd(
-    grad: Tensor,
-    grad_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    initial_state: Tensor | None,
-    sequence_ids: Tensor | None,
-    scores: Tensor,
-    scale: float,
-    need_initial_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = Call(q, k, v, g, None, initial_state, sequence_ids, scale)
-    found = launch_backward(call, grad, grad_state, Kept(None, scores, None), need_initial_state)
-    dq, dk, dv, dg, dinitial = (or_no_gradient(found[name], grad) for name in DIFFERENTIABLE)
-    return dq, dk, dv, dg, dinitial
-
-
-# A graph keeps each as one node: on a CPU it is a loop over the chunks.
-gated_linear_attention_fwd = KernelOp(_gated_linear_attention_fwd, opaque=True)
-gated_linear_attention_bwd = KernelOp(_gated_linear_attention_bwd, opaque=True)
-
-
-@gated_linear_attention_fwd.register_kernel("cpu")
-def _(q, k, v, g, initial_state, sequence_ids, scale, keep):
-    return *forward_cpu(Call(q, k, v, g, None, initial_state, sequence_ids, scale)), or_not_kept(None, v)
-
-
-@gated_linear_attention_bwd.register_kernel("cpu")
-def _(grad, grad_state, q, k, v, g, initial_state, sequence_ids, scores, scale, need_initial_state):
-    call = Call(q, k, v, g, None, initial_state, sequence_ids, scale)
-    found = backward_cpu(call, grad, grad_state)
-    found["initial_state"] = found["initial_state"] if need_initial_state else None
-    dq, dk, dv, dg, dinitial = (or_no_gradient(found[name], grad) for name in DIFFERENTIABLE)
-    return dq, dk, dv, dg, dinitial
-
-
-@gated_linear_attention_fwd.register_fake
-def _(q, v, g, keep):
-    (B, _, H, V), K = v.shape, q.shape[3]
-    scores = v.new_empty(kept_shape(v, keep and g.dim() == 4))
-    return v.new_empty(v.shape), v.new_empty((B, H, K, V), dtype=torch.float32), scores
-
-
-gated_linear_attention_fwd.register_backward(
-    gated_linear_attention_bwd,
-    outputs=("out", "final_state", "scores"),
-    depends_on=[["q", "k", "v", "g", "initial_state"], ["k", "v", "g", "initial_state"]],
-    keeps=lambda needs_input_grad, args: (any(needs_input_grad),),
-)
-
-
-@gated_linear_attention_fwd.register_sharding
-def _(q):
-    """Along the batch."""
-    return [([0, 0, 0], [0] * 6)]
+gated_linear_attention_fwd, gated_linear_attention_bwd = kernel_ops("gated_linear_attention")
 
 
 def gated_linear_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -131,18 +43,14 @@ def gated_linear_attention_workloads(device: torch.device, dtype: torch.dtype) -
         yield Sample((q, k, v, g), why=f"{B}x{T}, {H} heads of {K} and {V}, a decay for each channel")
 
 
-def gated_linear_attention_cost(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: object) -> Cost:
-    return recurrence_cost(q, v, g, None, products=2)
-
-
 @public_op(
-    reference=gated_linear_attention_reference,
-    differentiable=DIFFERENTIABLE,
+    reference=recurrence_reference,
+    differentiable=("q", "k", "v", "g", "initial_state"),
     kernel_ops=(gated_linear_attention_fwd, gated_linear_attention_bwd),
     samples=gated_linear_attention_samples,
     resized=gated_linear_attention_resized,
     workloads=gated_linear_attention_workloads,
-    cost=gated_linear_attention_cost,
+    cost=recurrence_cost,
 )
 def gated_linear_attention(
     q: Tensor,
@@ -197,13 +105,4 @@ def gated_linear_attention(
 
     Source: Dao and Gu, 2024, https://arxiv.org/abs/2405.21060; Yang et al., 2023, https://arxiv.org/abs/2312.06635.
     """
-    check_call(q, k, v, g, None, scale, initial_state, sequence_ids)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    if context_group:
-        check_context(context_group, q, v, corrects=False)
-        start = start_of_part(initial_state, context_group)
-        _, last, _ = gated_linear_attention_fwd(q, k, v, g, start, sequence_ids, scale)
-        pair = torch.cat([last, decay_of_part(g, sequence_ids, q.shape[3])], -1)
-        initial_state = state_before(pair, v.shape[3], initial_state, sequence_ids, context_group)
-    out, final_state, _ = gated_linear_attention_fwd(q, k, v, g, initial_state, sequence_ids, scale)
-    return out, final_state
+    return run(gated_linear_attention_fwd, Call(q, k, v, g, None, initial_state, sequence_ids, scale), context_group)

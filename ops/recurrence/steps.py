@@ -15,9 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmk.ops.recurrence._call import check_step
+from llmk.ops.recurrence._call import check_call
 from llmk.ops.recurrence._chunks import Call, chunked_reference, l2_normalized
-from llmk.registry import Cost, KernelOp, Sample, differentiating, gradient_of, no_gradient, public_op
+from llmk.registry import Cost, KernelOp, Sample, differentiating, gradient_of, or_no_gradient, public_op
 
 
 def _step(
@@ -43,92 +43,51 @@ def _forward(
     return out.to(v.dtype).contiguous(), state.contiguous()
 
 
-def _backward(
-    grad: Tensor, grad_state: Tensor, tensors: tuple[Tensor, ...], beta: tuple[Tensor, ...], scale: float, l2_norm: bool
-) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, g and the state, and of beta where there is one."""
-
-    def value(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, beta: Tensor | None = None) -> Tensor:
-        out, final = _step(q, k, v, g, beta, state, scale, l2_norm)
-        return (out * grad).sum() + (final * grad_state).sum()
-
-    _, found = gradient_of(value, *tensors, *beta)
-    return tuple(no_gradient(grad) if x is None else x for x in found)
-
-
-def _gated_delta_rule_step_fwd(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, l2_norm_qk: bool
-) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, g, beta, state, scale, l2_norm_qk)
-
-
 @differentiating
-def _gated_delta_rule_step_bwd(
+def _backward(
     grad: Tensor,
     grad_state: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     state: Tensor,
     scale: float,
     l2_norm_qk: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dg, dstate, dbeta = _backward(grad, grad_state, (q, k, v, g, state), (beta,), scale, l2_norm_qk)
+    def value(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, beta: Tensor | None = None) -> Tensor:
+        out, final = _step(q, k, v, g, beta, state, scale, l2_norm_qk)
+        return (out * grad).sum() + (final * grad_state).sum()
+
+    _, found = gradient_of(value, q, k, v, g, state, *([] if beta is None else [beta]))
+    dq, dk, dv, dg, dstate, dbeta = (or_no_gradient(x, grad) for x in (*found, *[None] * (6 - len(found))))
     return dq, dk, dv, dg, dbeta, dstate
 
 
-def _gated_linear_attention_step_fwd(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, g, None, state, scale, False)
+DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "state")
 
 
-@differentiating
-def _gated_linear_attention_step_bwd(
-    grad: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dg, dstate = _backward(grad, grad_state, (q, k, v, g, state), (), scale, False)
-    return dq, dk, dv, dg, dstate
+def _kernel_ops(name: str) -> tuple[KernelOp, KernelOp]:
+    """Register those of the public operator `name`: without a correction `beta` is None."""
+    forward = KernelOp(_forward, name=f"_{name}_fwd")
+    backward = KernelOp(_backward, name=f"_{name}_bwd", opaque=True)
+    for op in (forward, backward):
+        op.register_kernel("cpu")(op.fn)
+    forward.register_fake(lambda v, state: (v.new_empty(v.shape), state.new_empty(state.shape)))
+    forward.register_backward(backward, outputs=("out", "final_state"), depends_on=[DIFFERENTIABLE, DIFFERENTIABLE[1:]])
+    forward.register_sharding(lambda: [([0, 0], [0] * 6)])  # along the batch
+    return forward, backward
 
 
-gated_delta_rule_step_fwd = KernelOp(_gated_delta_rule_step_fwd)
-gated_delta_rule_step_bwd = KernelOp(_gated_delta_rule_step_bwd, opaque=True)
-gated_linear_attention_step_fwd = KernelOp(_gated_linear_attention_step_fwd)
-gated_linear_attention_step_bwd = KernelOp(_gated_linear_attention_step_bwd, opaque=True)
-
-for _fwd, _bwd, _corrects in (
-    (gated_delta_rule_step_fwd, gated_delta_rule_step_bwd, True),
-    (gated_linear_attention_step_fwd, gated_linear_attention_step_bwd, False),
-):
-    for _op in (_fwd, _bwd):
-        _op.register_kernel("cpu")(_op.fn)
-
-    @_fwd.register_fake
-    def _(v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return v.new_empty(v.shape), state.new_empty(state.shape)
-
-    _fwd.register_backward(
-        _bwd,
-        outputs=("out", "final_state"),
-        depends_on=[
-            ["q", "k", "v", "g", *["beta"] * _corrects, "state"],
-            ["k", "v", "g", *["beta"] * _corrects, "state"],
-        ],
-    )
+gated_delta_rule_step_fwd, gated_delta_rule_step_bwd = _kernel_ops("gated_delta_rule_step")
+gated_linear_attention_step_fwd, gated_linear_attention_step_bwd = _kernel_ops("gated_linear_attention_step")
 
 
-@gated_delta_rule_step_fwd.register_sharding
-def _():
-    """Along the batch."""
-    return [([0, 0], [0] * 6)]
-
-
-@gated_linear_attention_step_fwd.register_sharding
-def _():
-    """Along the batch."""
-    return [([0, 0], [0] * 5)]
+def _run(forward: KernelOp, call: Call) -> tuple[Tensor, Tensor]:
+    """Check a call, whose tensors have no axis of tokens, and compute it."""
+    check_call(call, "B", "state")
+    return forward(call.q, call.k, call.v, call.g, call.beta, call.initial_state, call.factor, call.l2_norm_qk)
 
 
 def gated_delta_rule_step_reference(
@@ -244,7 +203,7 @@ PLAIN = "plain PyTorch in place of a kernel: no figure has been taken that asks 
 
 @public_op(
     reference=gated_delta_rule_step_reference,
-    differentiable=("q", "k", "v", "g", "beta", "state"),
+    differentiable=DIFFERENTIABLE,
     kernel_ops=(gated_delta_rule_step_fwd, gated_delta_rule_step_bwd),
     samples=gated_delta_rule_step_samples,
     resized=gated_delta_rule_step_resized,
@@ -296,9 +255,7 @@ def gated_delta_rule_step(
 
     Source: Yang et al., 2024, https://arxiv.org/abs/2412.06464; Kimi Team, 2025, https://arxiv.org/abs/2510.26692.
     """
-    check_step(q, k, v, g, beta, state, scale)
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    return gated_delta_rule_step_fwd(q, k, v, g, beta, state, scale, l2_norm_qk)
+    return _run(gated_delta_rule_step_fwd, Call(q, k, v, g, beta, state, None, scale, l2_norm_qk))
 
 
 @public_op(
@@ -344,5 +301,4 @@ def gated_linear_attention_step(
 
     Source: Dao and Gu, 2024, https://arxiv.org/abs/2405.21060; Yang et al., 2023, https://arxiv.org/abs/2312.06635.
     """
-    check_step(q, k, v, g, None, state, scale)
-    return gated_linear_attention_step_fwd(q, k, v, g, state, q.shape[2] ** -0.5 if scale is None else scale)
+    return _run(gated_linear_attention_step_fwd, Call(q, k, v, g, None, state, None, scale))

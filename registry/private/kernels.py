@@ -60,9 +60,22 @@ def _mend_interpreter() -> None:
         find(name)._convert_float = _exact_bfloat16(convert, modes.RTNE, *dtypes)
 
 
+def _launchable(triton_kernel: Any, /) -> Any:
+    return triton_kernel
+
+
+def _mend_wrap_triton() -> None:
+    """Let an operator's launches be interpreted: `torch.library.wrap_triton` of older releases refuses the kernels.
+
+    Modules hold that function under names of their own, so it is given other code.
+    """
+    find("torch.library.wrap_triton").__code__ = _launchable.__code__
+
+
 if INTERPRET:
     check_interpreter(TRITON, importlib.metadata.version("numpy"))
     _mend_interpreter()
+    _mend_wrap_triton()
 
 drivers: Any = find("triton.runtime.driver.driver")
 """Its `active` is the driver of the GPU."""
@@ -124,10 +137,22 @@ def cuobjdump() -> str:
     return find("triton.knobs.nvidia.cuobjdump.path") or shutil.which("cuobjdump") or "cuobjdump"
 
 
+def copied_to_host(executor: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A launch's arguments as the interpreter takes them: on a CPU, sharing memory as they did."""
+    return executor._init_args_hst(args, kwargs)
+
+
+def copy_back(executor: Any, args: Any, args_on_host: Any, kwargs: Any, kwargs_on_host: Any) -> None:
+    """Give a launch's arguments what was written into their copies."""
+    executor._restore_args_dev(args, args_on_host, kwargs, kwargs_on_host)
+
+
 def interpreter() -> Any:
     """Triton's interpreter; None where it lacks what opcheck replaces there to watch it."""
     names = (
         "GridExecutor.__call__",
+        "GridExecutor._init_args_hst",
+        "GridExecutor._restore_args_dev",
         "InterpretedFunction.rewrite",
         "InterpreterError",
         "TensorHandle",

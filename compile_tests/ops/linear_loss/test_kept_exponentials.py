@@ -10,12 +10,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.linear_loss.chunked import VocabShard
+from llmk.ops.linear_loss.chunked import VocabShard, plan
+from llmk.ops.linear_loss.chunked.plan import KEPT_BUDGET, kept_rows
 from llmk.ops.linear_loss.drivers import logprobs as drivers
 from llmk.ops.linear_loss.drivers._rows_call import RowsCall
 from llmk.ops.linear_loss.drivers.logprobs import LogprobsCall
-from llmk.ops.linear_loss.rows import plan
-from llmk.ops.linear_loss.rows.plan import KEPT_BUDGET, kept_rows
 from llmk.ops.linear_loss.rows.projection import Chunk, Gradients, RowMatrix
 from llmk.registry import OPS, Sample
 

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens
+from llmk.ops.linear_loss.chunked.plan import CPU_LOGITS, ROW_MULTIPLE, Plan, memory, plan
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.logits import LogitRows
-from llmk.ops.linear_loss.rows.plan import CPU_LOGITS, ROW_MULTIPLE, Plan, memory, plan
 from llmk.ops.linear_loss.rows.products import Weights
 from llmk.ops.linear_loss.rows.projection import Gradients, projection_of
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry.devices import INTERPRET
 
 

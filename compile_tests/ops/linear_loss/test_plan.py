@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from llmk.ops.linear_loss.rows._tiles import GRADIENT_TILES, gradient_cost
-from llmk.ops.linear_loss.rows.plan import (
+from llmk.ops.linear_loss.chunked.plan import (
     GROUP_BUDGET,
     MOST_CHUNKS,
     ROUNDED_CHUNKS,
@@ -15,6 +14,7 @@ from llmk.ops.linear_loss.rows.plan import (
     memory,
     plan,
 )
+from llmk.ops.linear_loss.kernels.tiles import GRADIENT_TILES, gradient_cost
 from llmk.registry import cdiv
 
 SHAPES = [

@@ -12,13 +12,13 @@ from llmk.accuracy.rule import unit_in_last_place
 from llmk.opcheck import check
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.chunked import CompactedTokens
+from llmk.ops.linear_loss.chunked.plan import Plan
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows import products
-from llmk.ops.linear_loss.rows._classes import Numbering
+from llmk.ops.linear_loss.rows.classes import Numbering
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
-from llmk.ops.linear_loss.rows.plan import Plan
 from llmk.ops.linear_loss.rows.products import Rows, Weights
 from llmk.ops.linear_loss.rows.projection import Chunk, Gradients, MatrixProjection, RowMatrix, projection_of
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
 

@@ -25,10 +25,12 @@ LENGTHS = {2: (70, 37), 4: (70, 7, 33, 12)}
 """The tokens of each rank: uneven, one part longer than a chunk."""
 
 
-def call_of(name: str, dtype: torch.dtype, tokens: int, per_channel: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def call_of(
+    name: str, dtype: torch.dtype, tokens: int, per_channel: bool, V: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors, of which those in `WHOLE` have no tokens, and options."""
     cpu = torch.device("cpu")
-    q, k, v, g, beta = inputs(2, tokens, 2, 4, 6, 5, dtype, cpu, per_channel=per_channel)
+    q, k, v, g, beta = inputs(2, tokens, 2, 4, 6, V, dtype, cpu, per_channel=per_channel)
     g = g.float() / 10  # decays that last over several parts
     if name == "causal_conv1d":
         weight = torch.linspace(-1, 1, 24 * 4, dtype=dtype).view(24, 4)
@@ -36,7 +38,7 @@ def call_of(name: str, dtype: torch.dtype, tokens: int, per_channel: bool) -> tu
         return {"input": q.flatten(2).repeat(1, 1, 2).mT, "weight": weight, "initial_state": state}, {
             "activation": "silu"
         }
-    state = torch.linspace(-1, 1, 2 * 4 * 6 * 5, dtype=torch.float32).view(2, 4, 6, 5)
+    state = torch.linspace(-1, 1, 2 * 4 * 6 * V, dtype=torch.float32).view(2, 4, 6, V)
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": state}
     if name == "gated_delta_rule":
         return tensors, {"l2_norm_qk": True}
@@ -73,14 +75,14 @@ def nudged(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 def check(
-    name: str, dtype: torch.dtype, per_channel: bool, packed: bool, compiled: bool, rank: int, world: int
+    name: str, dtype: torch.dtype, per_channel: bool, packed: bool, compiled: bool, V: int, rank: int, world: int
 ) -> None:
     """Each rank's part of what one process computes; through the last rank's final state too.
 
     The baseline is the reference in one process, also on inputs that are a unit in the last place away: parts begin
     chunks elsewhere, and sum in another order.
     """
-    lengths, (tensors, options) = LENGTHS[world], call_of(name, dtype, sum(LENGTHS[world]), per_channel)
+    lengths, (tensors, options) = LENGTHS[world], call_of(name, dtype, sum(LENGTHS[world]), per_channel, V)
     time = 2 if name == "causal_conv1d" else 1
     if packed:  # boundaries inside of parts, at one between them, and a sequence over three
         begins = torch.zeros(sum(lengths), dtype=torch.int64)
@@ -153,7 +155,9 @@ def checks(rank: int, world: int) -> dict[str, Callable[[], None]]:
             for packed in (False, True):
                 for dtype, compiled in ((torch.float32, packed), (torch.bfloat16, False)):
                     key = f"{name}, {per_channel=}, {packed=}, {dtype}, {compiled=}"
-                    found[key] = partial(check, name, dtype, per_channel, packed, compiled, rank, world)
+                    found[key] = partial(check, name, dtype, per_channel, packed, compiled, 5, rank, world)
+    # The states that are sent have more columns than values may have.
+    found["V=512"] = partial(check, "gated_delta_rule", torch.float32, False, False, False, 512, rank, world)
     return found
 
 

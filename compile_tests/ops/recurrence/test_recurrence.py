@@ -171,11 +171,11 @@ def test_matrices_are_kept_where_gradients_are_wanted(name: str, per_channel: bo
     corrected = name == "gated_delta_rule"
     leaves = [x.requires_grad_() for x in (tensors if corrected else tensors[:-1])]
     forward = getattr(torch.ops.llmk, f"_{name}_fwd").default
-    numbers = (0.3, False) if corrected else (0.3,)
     chunks = 2 if runs_kernels(name, leaves[0]) else 0
-    wanted = [corrected, per_channel, corrected and per_channel] if corrected else [per_channel]
+    wanted = [corrected, per_channel, corrected and per_channel]
     for keep in (False, True):
-        _, _, *kept = forward(*(x.detach() for x in leaves), None, None, *numbers, keep)
+        given = [*(x.detach() for x in leaves), *[None] * (5 - len(leaves))]
+        _, _, *kept = forward(*given, None, None, 0.3, False, keep)
         assert [matrix.shape[2] for matrix in kept] == [chunks * (keep and each) for each in wanted]
     saved: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):

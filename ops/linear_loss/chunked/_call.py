@@ -12,9 +12,9 @@ from torch import Tensor
 from llmk.ops.common.scaling import SavedGradients, save_gradients
 from llmk.ops.linear_loss.chunked._compacted import CompactedTokens
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice
+from llmk.ops.linear_loss.chunked.plan import Plan, plan
 from llmk.ops.linear_loss.head import DIFFERENTIABLE, Head
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
-from llmk.ops.linear_loss.rows.plan import Plan, plan
 from llmk.registry import CallOp, FromArguments, KernelOp, from_arguments, is_sharded
 from llmk.registry.checks import resolve_group
 from llmk.registry.devices import runs_kernels

@@ -22,10 +22,10 @@ from llmk.ops.linear_loss.drivers._rows_call import NOT_IGNORED, check_classes
 from llmk.ops.linear_loss.drivers._tails import Tails
 from llmk.ops.linear_loss.drivers.distillation_call import DistillationCall, TopkTeachers
 from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, Softmaxes
-from llmk.ops.linear_loss.rows._classes import Classes, Numbering
+from llmk.ops.linear_loss.kernels.transform import Transform
+from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.logits import LogitRows, scaled
 from llmk.ops.linear_loss.rows.projection import Gradients
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import gradient_of
 
 

@@ -2,24 +2,19 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, LinearCall
+from llmk.ops.linear_loss.chunked.plan import Plan, kept_rows
+from llmk.ops.linear_loss.drivers.distillation_call import DistillationCall
 from llmk.ops.linear_loss.kernels import Implementation
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
-from llmk.ops.linear_loss.rows.plan import Plan, kept_rows
 from llmk.ops.linear_loss.rows.products import Weights
-from llmk.ops.linear_loss.rows.projection import (
-    ALIGNED,
-    Gradients,
-    KernelProjection,
-    MatrixProjection,
-    projection_of,
-)
-from llmk.ops.linear_loss.rows.transform import Transform
+from llmk.ops.linear_loss.rows.projection import ALIGNED, Gradients, Projection, projection_of
 from llmk.registry import cdiv
 from llmk.registry.devices import kernels_on_cpu
 
@@ -27,16 +22,6 @@ NOT_IGNORED = -1
 """An index to ignore that no class has."""
 PADDING_ELEMENTS = 2
 """Elements of `kept_buffer` past the exponentials."""
-
-
-class HasClasses(Protocol):
-    """A call that says which ids are classes."""
-
-    @property
-    def num_classes(self) -> int: ...
-
-    @property
-    def ignore_index(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +50,7 @@ class RowsCall(LinearCall):
         classes, ids = self.row_classes(), self.ignore_index
         return SoftmaxRows(compacted, self.projection(impl), classes, ids, chosen, **options)
 
-    def projection(self, impl: Implementation) -> KernelProjection | MatrixProjection:
+    def projection(self, impl: Implementation) -> Projection:
         """Return the projection of all rows."""
         bias = None if self.linear_bias is None else self.linear_bias.contiguous()
         weights = Weights(self.linear_weight, bias, self.class_weights(), self.transform)
@@ -107,7 +92,7 @@ def gradients_of(
     return Gradients(rows.projection, rows.compacted, need, dtypes, rows.plan.rounded_sums)
 
 
-def check_classes(impl: Implementation, classes: Tensor, call: "HasClasses") -> None:
+def check_classes(impl: Implementation, classes: Tensor, call: RowsCall | DistillationCall) -> None:
     """Check on the host that classes are classes or are to be ignored; a fake tensor's are not known.
 
     Raises:

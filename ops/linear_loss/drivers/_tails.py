@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.drivers.distillation_call import DistillationCall, TopkTeachers
-from llmk.ops.linear_loss.rows.transform import Transform
+from llmk.ops.linear_loss.kernels.transform import Transform
 
 
 @dataclass(frozen=True)

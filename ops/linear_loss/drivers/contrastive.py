@@ -17,17 +17,16 @@ from torch import Tensor
 
 from llmk.ops.common.collectives import gather_from_ranks, sum_over_ranks
 from llmk.ops.linear_loss.chunked import CompactedTokens
+from llmk.ops.linear_loss.chunked.plan import plan
 from llmk.ops.linear_loss.head import check_chunk_size, check_temperature
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation, LossGradients, Products, Similarities
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.logits import Block, LogitRows, float16_scale, largest, scaled
-from llmk.ops.linear_loss.rows.plan import plan
 from llmk.ops.linear_loss.rows.products import Weights
 from llmk.ops.linear_loss.rows.projection import Gradients, projection_of
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import (
     CallOp,
     FromArguments,
-    KernelOp,
     autocast_dtype,
     check_dtype,
     check_option,
@@ -293,46 +292,6 @@ def _scale_gradient(call: ContrastiveCall, parts: list[Tensor | None], scale: Te
     return (total if scale is None else total / scale).to(call.scale.dtype).view(call.scale.shape)
 
 
-class ContrastiveOps:
-    """The kernel ops of one public operator."""
-
-    def __init__(self, name: str) -> None:
-        self.forward = CallOp(
-            f"_{name}_fwd",
-            ContrastiveCall,
-            partial(_forward, KERNELS),
-            on_host=partial(_forward, PYTORCH),
-            outputs=3,
-            fake=_fake_forward,
-            flops=_product,
-        )
-        self.backward = CallOp(
-            f"_{name}_bwd",
-            ContrastiveCall,
-            partial(_backward, KERNELS),
-            on_host=partial(_backward, PYTORCH),
-            outputs=4,
-            fake=None,
-            flops=_backward_flops,
-        )
-        for op in self.kernel_ops:
-            op.register_sharding(replicate_only)
-        self.forward.op.register_backward(
-            self.backward.op,
-            outputs=("loss", "row_stats", "column_stats"),
-            depends_on=[["query", "key", "negatives", "scale"]],
-        )
-
-    @property
-    def kernel_ops(self) -> tuple[KernelOp, KernelOp]:
-        return self.forward.op, self.backward.op
-
-    def __call__(self, arguments: Mapping[str, Any]) -> Tensor:
-        """Return the loss from the public operator's arguments."""
-        loss, *_ = self.forward(ContrastiveCall.checked(arguments))
-        return loss
-
-
 def _fake_forward(call: ContrastiveCall) -> tuple[Tensor, Tensor, Tensor]:
     N, M = call.query.shape[0], call.rank_keys * call.ranks
     shapes = (N,) if call.reduction == "none" else (), (2, N), (2, M) if call.symmetric else (0,)
@@ -348,3 +307,30 @@ def _product(call: ContrastiveCall) -> int:
 def _backward_flops(grad: Tensor, row_stats: Tensor, column_stats: Tensor, call: ContrastiveCall, *need: bool) -> int:
     need_query, need_key, need_negatives, _ = need
     return _product(call) * (1 + need_query + (need_key or need_negatives))
+
+
+info_nce_fwd = CallOp(
+    "_info_nce_fwd",
+    ContrastiveCall,
+    partial(_forward, KERNELS),
+    on_host=partial(_forward, PYTORCH),
+    outputs=3,
+    fake=_fake_forward,
+    flops=_product,
+)
+info_nce_bwd = CallOp(
+    "_info_nce_bwd",
+    ContrastiveCall,
+    partial(_backward, KERNELS),
+    on_host=partial(_backward, PYTORCH),
+    outputs=4,
+    fake=None,
+    flops=_backward_flops,
+)
+info_nce_fwd.op.register_sharding(replicate_only)
+info_nce_bwd.op.register_sharding(replicate_only)
+info_nce_fwd.op.register_backward(
+    info_nce_bwd.op,
+    outputs=("loss", "row_stats", "column_stats"),
+    depends_on=[["query", "key", "negatives", "scale"]],
+)

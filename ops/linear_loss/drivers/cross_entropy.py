@@ -26,9 +26,9 @@ from llmk.ops.linear_loss.chunked import (
 from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gradients_of
 from llmk.ops.linear_loss.head import DIFFERENTIABLE, check_linear
 from llmk.ops.linear_loss.kernels import Implementation
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.engine import RowParts, first_pass, in_forward, second_pass
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, Statistics
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.ops.loss.cross_entropy_options import check_loss_options
 from llmk.registry import (
     PARTIAL,

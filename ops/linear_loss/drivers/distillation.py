@@ -153,10 +153,6 @@ class DistillationOps:
     def kernel_ops(self) -> tuple[KernelOp, ...]:
         return self.forward.op, self.scale
 
-    def of_call(self, call: DistillationCall) -> tuple[Tensor, ...]:
-        """Return the loss and its terms from a call that is checked."""
-        return self.forward(call, False)[:3]
-
     def __call__(self, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the loss, and with a `ce_weight` its terms, from the public operator's arguments, of one teacher."""
         fields = with_shard(arguments)

@@ -1,17 +1,18 @@
 """A call of distillation: a student's linear layer, its teachers, and what the losses from them have in common."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, LinearCall
 from llmk.ops.linear_loss.kernels import Implementation, Softmaxes
+from llmk.ops.linear_loss.kernels.transform import Transform
+from llmk.ops.linear_loss.objectives.topk_divergence import topk_divergence
 from llmk.ops.linear_loss.rows.logits import LogitRows, largest
 from llmk.ops.linear_loss.rows.products import Weights
 from llmk.ops.linear_loss.rows.projection import projection_of
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.ops.loss.divergence_math import Mixture
 
 MOST_CLASSES = 1024
@@ -30,23 +31,15 @@ class Teacher(NamedTuple):
     vocab_map: Tensor | None = None  # [V'], the student's class of each; None where they are the same
 
 
-class TopkTeachers(Protocol):
-    """Teachers that are known by their log-probabilities of some classes of each token."""
+@dataclass(frozen=True)
+class TopkTeachers:
+    """Teachers that are known by their log-probabilities of some classes of each token, one after the other."""
 
-    @property
-    def ids(self) -> Tensor:
-        """The classes of all of them, one after the other, `[N, K]`; -1 for one that is not there."""
-        ...
-
-    @property
-    def sizes(self) -> list[int]:
-        """Each teacher's K."""
-        ...
-
-    @property
-    def add_tail(self) -> bool:
-        """True if the other classes are one class more."""
-        ...
+    ids: Tensor  # [N, K], with the K of all teachers added up; -1 for a class that is not there
+    logprobs: Tensor  # [N, K], float32
+    sizes: list[int]  # each teacher's K
+    beta: float
+    add_tail: bool  # the other classes are one class more
 
     def losses(self, block: slice, logprobs: Tensor, tails: Tensor | None = None) -> Tensor:
         """Return the divergences `[teachers, M]` of a block's rows.
@@ -56,7 +49,14 @@ class TopkTeachers(Protocol):
             logprobs: The student's log-probabilities of the classes, `[M, K]`.
             tails: Those of all other classes than a teacher's together, `[teachers, M]`, with `add_tail`.
         """
-        ...
+        present = self.ids[block] >= 0
+        parts = zip(*(each.split(self.sizes, -1) for each in (logprobs, self.logprobs[block], present)), strict=True)
+        return torch.stack(
+            [
+                topk_divergence(s, t, here, self.beta, None if tails is None else tails[i])
+                for i, (s, t, here) in enumerate(parts)
+            ]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ come first in each chunk of whole groups, instead of in the batch.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,19 +20,18 @@ from llmk.ops.linear_loss.chunked import (
     CompactedTokens,
     LinearOp,
     fake_gradients,
-    local_fields,
     recomputing_op,
     with_shard,
 )
+from llmk.ops.linear_loss.chunked.plan import Plan, fits
 from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gradients_of
 from llmk.ops.linear_loss.head import DIFFERENTIABLE
 from llmk.ops.linear_loss.kernels import MAX_K, Candidates, Implementation
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows, first_pass, in_forward, second_pass
 from llmk.ops.linear_loss.rows.logits import LogitRows
-from llmk.ops.linear_loss.rows.plan import Plan, fits
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, Statistics
 from llmk.ops.linear_loss.rows.support import MOST_SUPPORT, check_support_ids
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -127,6 +126,9 @@ class CandidatesCall(LogprobsCall):
         check_flag("entropy", call.entropy)
         if call.add_tail and call.support is not None:
             raise ValueError(f"support: expected None with add_tail, got a tensor of {tuple(call.support.shape)}")
+        tokens, shape = tuple(call.tokens), tuple(call.target.shape)
+        if shape != tokens and (call.target.dim() != call.input.dim() or shape[:-1] != tokens or shape[-1] == 0):
+            raise ValueError(f"target: expected shape {tokens}, or {tokens} and K candidates, got {shape}")
         return call
 
     @property
@@ -242,37 +244,24 @@ def _is_kept(call: CandidatesCall, grad: Tensor | None, entropy_grad: Tensor | N
     return serves and call.kept_matrix(rest[0]) is not None
 
 
-class LogprobsOps:
-    """The kernel ops of one public operator and the derivative, which recomputes the logits that are not kept."""
+def _recompute(forward: LinearOp, backward: LinearOp, keeps: Callable[..., tuple[bool]] | None = None) -> None:
+    """Register the derivative by `backward` of an op whose first two outputs have one; it gets the others."""
+    forward.op.register_autograd(
+        lambda ctx, *grads: forward.recomputed_gradients(ctx, backward, *grads),
+        setup_context=lambda ctx, inputs, output: forward.save_call(ctx, inputs, *output[2:]),
+        depends_on=[DIFFERENTIABLE, DIFFERENTIABLE],
+        takes_none=True,
+        keeps=keeps,
+    )
 
-    def __init__(self, name: str) -> None:
-        self.forward = LinearOp(
-            f"_{name}_fwd", CandidatesCall, _forward, outputs=4, fake=_fake_forward, products=lambda impl, call, keep: 1
-        )
-        self.backward = recomputing_op(f"_{name}_bwd", CandidatesCall, _backward, kept=_is_kept)
-        self.forward.op.register_sharding(_forward_sharding)
-        self.backward.op.register_sharding(_backward_sharding)
-        self.forward.op.register_autograd(
-            lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
-            setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, *output[2:]),
-            depends_on=[DIFFERENTIABLE, DIFFERENTIABLE],
-            takes_none=True,
-            keeps=_keeps,
-        )
 
-    @property
-    def kernel_ops(self) -> tuple[KernelOp, ...]:
-        return self.forward.op, self.backward.op
-
-    def __call__(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies from the public operator's arguments."""
-        local, as_given, _ = local_fields(with_shard(arguments), [DIFFERENTIABLE], ["target", "support"])
-        call = CandidatesCall.checked(local)
-        tokens, shape = tuple(call.tokens), tuple(call.target.shape)
-        if shape != tokens and (call.target.dim() != call.input.dim() or shape[:-1] != tokens or shape[-1] == 0):
-            raise ValueError(f"target: expected shape {tokens}, or {tokens} and K candidates, got {shape}")
-        logprobs, entropy, *_ = self.forward(call)
-        return as_given(logprobs), as_given(entropy)
+linear_logprobs_fwd = LinearOp(
+    "_linear_logprobs_fwd", CandidatesCall, _forward, outputs=4, fake=_fake_forward, products=lambda impl, call, keep: 1
+)
+linear_logprobs_bwd = recomputing_op("_linear_logprobs_bwd", CandidatesCall, _backward, kept=_is_kept)
+linear_logprobs_fwd.op.register_sharding(_forward_sharding)
+linear_logprobs_bwd.op.register_sharding(_backward_sharding)
+_recompute(linear_logprobs_fwd, linear_logprobs_bwd, _keeps)
 
 
 def check_k(k: int) -> None:
@@ -351,40 +340,13 @@ def _topk_sharding(input, *_):
     return [([axis, axis, axis, 1 + axis], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
 
 
-class TopkOps:
-    """The kernel ops of the largest log-probabilities; the derivative is that of given classes."""
-
-    def __init__(self, name: str) -> None:
-        self.forward = LinearOp(
-            f"_{name}_fwd", TopkCall, _topk, outputs=4, fake=_fake_topk, products=lambda impl, call: 1
-        )
-        self.backward = recomputing_op(f"_{name}_bwd", TopkCall, _topk_backward)
-        self.forward.op.register_sharding(_topk_sharding)
-        self.backward.op.register_sharding(_topk_backward_sharding)
-        self.forward.op.register_autograd(
-            lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
-            setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, *output[2:]),
-            depends_on=[DIFFERENTIABLE, DIFFERENTIABLE],
-            takes_none=True,
-        )
-
-    @property
-    def kernel_ops(self) -> tuple[KernelOp, ...]:
-        return self.forward.op, self.backward.op
-
-    def __call__(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities, classes and logsumexps from the public operator's arguments."""
-        local, as_given, _ = local_fields(with_shard(arguments), [DIFFERENTIABLE], [])
-        logprobs, logsumexp, indices, *_ = self.forward(TopkCall.checked(local))
-        return as_given(logprobs), as_given(indices), as_given(logsumexp)
-
-
-class GroupTerms(Protocol):
-    """The loss of some groups as a function of log-probabilities and entropies `[groups, *group]`."""
-
-    def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """Return the sum over the groups, which autograd differentiates."""
-        ...
+linear_topk_fwd = LinearOp(
+    "_linear_topk_fwd", TopkCall, _topk, outputs=4, fake=_fake_topk, products=lambda impl, call: 1
+)
+linear_topk_bwd = recomputing_op("_linear_topk_bwd", TopkCall, _topk_backward)
+linear_topk_fwd.op.register_sharding(_topk_sharding)
+linear_topk_bwd.op.register_sharding(_topk_backward_sharding)
+_recompute(linear_topk_fwd, linear_topk_bwd)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,8 +372,11 @@ class GroupsCall(LogprobsCall):
         """The shape of a group of tokens, () for a single token."""
         raise NotImplementedError
 
-    def terms(self, groups: slice) -> GroupTerms:
-        """Return the loss of some groups, as a function of their log-probabilities and entropies."""
+    def loss(self, groups: slice) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the loss of some groups as a function of their log-probabilities and entropies `[groups, *group]`.
+
+        It is the sum over the groups, which autograd differentiates.
+        """
         raise NotImplementedError
 
     def grouped(self, values: Tensor) -> Tensor:
@@ -462,9 +427,9 @@ class GroupObjective:
     def gradients(self, rows: slice, results: RowResults) -> RowGradients:
         """Return the gradients of the log-probabilities and entropies of the rows of whole groups."""
         tokens, group = self.compacted.part(rows), max(self.call.group_rows, 1)
-        terms = self.call.terms(slice(rows.start // group, rows.stop // group))
+        loss = self.call.loss(slice(rows.start // group, rows.stop // group))
         given = (tokens.scatter(each).view(-1, *self.call.group) for each in (results.logprobs, results.entropy))
-        _, grads = gradient_of(terms.loss, *given)
+        _, grads = gradient_of(loss, *given)
         grad, entropy_grad = (None if g is None else tokens.gather(g.reshape(tokens.shape)) for g in grads)
         return RowGradients(None if grad is None else grad.unsqueeze(-1), entropy_grad)
 
@@ -487,7 +452,7 @@ def _grouped(
         kept = call.kept_matrix(call.kept_buffer(needed and call.keeps_exponentials))
         parts = first_pass(rows, kept)
     logprobs, entropy = map(compacted.scatter_output, (parts.logprobs.squeeze(-1), parts.entropy))
-    value, given = full_call.terms(slice(None)).loss, [full_call.grouped(each) for each in (logprobs, entropy)]
+    value, given = full_call.loss(slice(None)), [full_call.grouped(each) for each in (logprobs, entropy)]
     if not needed or plan is not None:
         return value(*given), logprobs, entropy, *gradients.results(full_call.input.shape)
     loss, grads = gradient_of(value, *given)

@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, cap, cap_cpu, cap_slope, cap_slope_cpu
-from llmk.ops.linear_loss.rows.transform import Transform
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu, exp_of
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 

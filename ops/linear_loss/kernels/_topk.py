@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
-from llmk.ops.linear_loss.rows._tiles import logits_tile
+from llmk.ops.linear_loss.kernels.tiles import logits_tile
 from llmk.registry import empty, jit, next_power_of_2, wrap_triton
 
 MAX_K = 256

@@ -8,7 +8,7 @@ Reference implementation: `trl.trainer.grpo_trainer`, https://github.com/hugging
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -176,11 +176,17 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 http://joschu.net/blog/kl-approx.html; "k3+" as in verl, https://github.com/volcengine/verl."""
 
 
+PER_TOKEN = ("advantages", "token_weight", "old_logps", "ref_logps", "kl_weight", "entropy_weight")
+"""The tensors of a policy loss with one value for each token."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyTerms:
     """The per-token inputs of a policy loss besides log-probabilities, 0 where a token does not count.
 
-        sum of weight * f(log pi, r, A) + kl_weight * KL [* r] - entropy_weight * entropy,  r = exp(level(log pi / old))
+        sum of token_weight * f(log pi, r, A) + kl_weight * KL [* r] - entropy_weight * entropy
+
+    with r = exp(level(log pi / old)).
 
     `level` is a symmetric linear function: it maps tokens' values to themselves or their sequence's mean or sum. With
     `max_log_ratio` log r, and log pi / ref in the divergence, are clamped to that distance from 0: no gradient goes
@@ -188,13 +194,29 @@ class PolicyTerms:
     """
 
     advantages: Tensor
-    weight: Tensor
+    token_weight: Tensor
     old_logps: Tensor | None = None  # the detached log-probabilities themselves if None
     ref_logps: Tensor | None = None
     kl_weight: Tensor | None = None
     entropy_weight: Tensor | None = None
     options: PolicyOptions
     level: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of_rows(
+        cls, options: PolicyOptions, counts: Tensor, given: Mapping[str, Tensor | None],
+        dtype: torch.dtype = torch.float32,
+    ) -> "PolicyTerms":  # fmt: skip
+        """Return the terms of tokens `[..., S]` whose rows are sequences, of which those count that the mask says.
+
+        `given` has the `PER_TOKEN` tensors, in which None is 1 for advantages and weights.
+        """
+        ones = {name: counts for name in ("advantages", "token_weight") if given[name] is None}
+        tensors = {
+            name: None if x is None else torch.where(counts, x.to(dtype), 0.0) for name, x in {**given, **ones}.items()
+        }
+        level = rowwise_level(options.importance_sampling_level, counts)
+        return cls(**tensors, options=options, level=level)  # type: ignore[arg-type]
 
     def token_log_ratio(self, logps: Tensor) -> Tensor:
         return logps - (logps.detach() if self.old_logps is None else self.old_logps)
@@ -221,7 +243,7 @@ class PolicyTerms:
 
     def _kept_weight(self, logps: Tensor) -> Tensor:
         keeps = self.keeps(logps)
-        return self.weight if keeps is None else torch.where(keeps, self.weight, 0.0)
+        return self.token_weight if keeps is None else torch.where(keeps, self.token_weight, 0.0)
 
     def _acting(self, log_ratio: Tensor, weight: Tensor) -> Tensor:
         """Zero the log-ratio where its factor is 0, so that no ratio overflows there."""

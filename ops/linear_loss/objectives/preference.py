@@ -11,14 +11,14 @@ Reference implementation: `trl.trainer.dpo_trainer`, https://github.com/huggingf
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.registry import check_number
+from llmk.registry import FromArguments, check_number
 
 
 class LossOptions(NamedTuple):
@@ -238,37 +238,45 @@ F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceTerms:
-    """The loss of G groups of M sequences of S tokens as a function of the tokens' log-probabilities."""
+class PreferenceTerms(FromArguments):
+    """The operator's arguments beside the projection, for G groups of M sequences of S tokens."""
 
-    lengths: Tensor  # [G, M], at least 1
     ref_logps: Tensor | None  # [G, M]
-    token_weight: Tensor  # [G, M, S], 0 where a token does not count
+    token_weight: Tensor | None  # [G, M, S]
     nll_weight: Tensor | None  # [G, M, S]
-    group_weight: Tensor | None  # [types, G]
-    names: list[str]
+    group_weight: Tensor | None  # [G], or [types, G]
+    loss_type: str  # names joined by "+"
     options: LossOptions
-    divergence: str
-    coef: float
+    f_divergence_type: str
+    f_divergence_coef: float
 
-    def _logratios(self, logprobs: Tensor) -> Tensor:
-        """Return log-ratios of policy and reference, `[G, M]`."""
-        logps = (self.token_weight * logprobs).sum(-1)
-        return logps if self.ref_logps is None else logps - self.ref_logps
+    def of_groups(self, groups: slice) -> "PreferenceTerms":
+        """Return the terms of some groups."""
+        given = {name: getattr(self, name) for name in ("ref_logps", "token_weight", "nll_weight")}
+        parts = {name: None if each is None else each[groups] for name, each in given.items()}
+        weight = None if self.group_weight is None else self.group_weight[..., groups]
+        return replace(self, group_weight=weight, **parts)
 
-    def _group_rewards(self, rewards: Tensor, name: str) -> tuple[Tensor, ...]:
-        return ((rewards / self.lengths) if LOSSES[name].length_normalized else rewards).unbind(-1)
+    def loss(self, logprobs: Tensor, counts: Tensor) -> Tensor:
+        """Sum the loss over groups and tokens, given log-probabilities `[G, M, S]` and the mask of those that count."""
+        names, dtype = self.loss_type.split("+"), logprobs.dtype
 
-    def _weighted(self, values: Tensor, slot: int) -> Tensor:
-        return values if self.group_weight is None else self.group_weight[slot] * values
+        def weighted(weight: Tensor | None) -> Tensor:
+            mask = counts.to(dtype) if weight is None else torch.where(counts, weight.to(dtype), 0.0)
+            return mask * logprobs
 
-    def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """Sum the loss over groups and tokens, given log-probabilities `[G, M, S]`; entropies are not used."""
-        rewards = F_DIVERGENCES[self.divergence](self._logratios(logprobs), self.coef)
-        terms = [
-            self._weighted(LOSSES[name].value(self.options, *self._group_rewards(rewards, name)), i).sum()
-            for i, name in enumerate(self.names)
-        ]
+        logratios = weighted(self.token_weight).sum(-1)
+        if self.ref_logps is not None:
+            logratios = logratios - self.ref_logps.to(dtype)
+        rewards = F_DIVERGENCES[self.f_divergence_type](logratios, self.f_divergence_coef)
+        means = rewards / counts.sum(-1).clamp(min=1).to(dtype)
+        terms = []
+        for i, name in enumerate(names):
+            loss = LOSSES[name]
+            values = loss.value(self.options, *(means if loss.length_normalized else rewards).unbind(-1))
+            if self.group_weight is not None:
+                values = self.group_weight.reshape(len(names), -1)[i].to(dtype) * values
+            terms.append(values.sum())
         if self.nll_weight is not None:
-            terms.append(-(self.nll_weight * logprobs).sum())
+            terms.append(-weighted(self.nll_weight).sum())
         return torch.stack(terms).sum()

@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens
-from llmk.ops.linear_loss.rows._classes import Classes, Numbering
-from llmk.ops.linear_loss.rows.plan import Plan
+from llmk.ops.linear_loss.chunked.plan import Plan
+from llmk.ops.linear_loss.kernels.transform import Transform
+from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE
 from llmk.ops.linear_loss.rows.projection import (
     LARGEST_EXPONENT,
     Chunk,
     Gradients,
     KernelProjection,
-    MatrixProjection,
+    Projection,
     RowMatrix,
     matrix,
 )
@@ -43,7 +44,6 @@ from llmk.ops.linear_loss.rows.softmax import (
     row_results,
 )
 from llmk.ops.linear_loss.rows.support import Support
-from llmk.ops.linear_loss.rows.transform import Transform
 
 
 class Objective(Protocol):
@@ -70,7 +70,7 @@ class SoftmaxRows:
     """
 
     compacted: CompactedTokens
-    projection: KernelProjection | MatrixProjection
+    projection: Projection
     classes: Tensor
     ignore_index: int
     plan: Plan

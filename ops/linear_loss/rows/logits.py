@@ -16,17 +16,9 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens
-from llmk.ops.linear_loss.rows.plan import Plan
+from llmk.ops.linear_loss.chunked.plan import Plan
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE
-from llmk.ops.linear_loss.rows.projection import (
-    LARGEST_EXPONENT,
-    Gradients,
-    KernelProjection,
-    MatrixProjection,
-    RowMatrix,
-    Span,
-    matrix,
-)
+from llmk.ops.linear_loss.rows.projection import LARGEST_EXPONENT, Gradients, Projection, RowMatrix, Span, matrix
 
 END = 15
 """Scaled numbers are at most 2**15, half of what float16 ends at, of which a rounding error is a small part."""
@@ -69,9 +61,7 @@ class Block(NamedTuple):
 class LogitRows:
     """The rows of a linear layer whose logits exist a block at a time, which the next block overwrites."""
 
-    def __init__(
-        self, layer: KernelProjection | MatrixProjection, compacted: CompactedTokens, plan: Plan
-    ) -> None:  # fmt: skip
+    def __init__(self, layer: Projection, compacted: CompactedTokens, plan: Plan) -> None:
         self.layer, self.compacted, self.plan, self.N = layer, compacted, plan, layer.x.shape[0]
 
     def buffer(self, rows: int, dtype: torch.dtype = torch.float32, more: int = 0) -> Tensor:

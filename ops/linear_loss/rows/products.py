@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.rows._classes import Classes, Numbering
+from llmk.ops.linear_loss.kernels.tiles import gradient_tile, listed_tile, logits_tile
+from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows._products_kernels import (
     bias_gradient_kernel,
     classes_kernel,
@@ -36,9 +37,8 @@ from llmk.ops.linear_loss.rows._products_kernels import (
     statistics_kernel,
     weight_gradient_kernel,
 )
-from llmk.ops.linear_loss.rows._tiles import gradient_tile, listed_tile, logits_tile
+from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients
-from llmk.ops.linear_loss.rows.transform import Transform
 from llmk.registry import cdiv, empty, next_power_of_2, num_programs, wrap_triton
 from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import describable, descriptor

@@ -1,6 +1,6 @@
 """The projection of a loss over a vocabulary, a chunk of rows at a time, and its gradients.
 
-A `Projection` computes three things of a chunk: the logits of some classes, the statistics of its rows with their
+A projection computes three things of a chunk: the logits of some classes, the statistics of its rows with their
 exponentials, and the gradients' matrix P where the exponentials do not serve. `Gradients` adds up what P gives. There
 are two of each: of 16-bit matrices on a GPU by the kernels of `products.py`, where no logits exist; and of float32
 matrices in plain PyTorch, where a chunk's logits become what P is. A CPU computes with the second in float32 whatever
@@ -10,14 +10,14 @@ the dtype, and rounds at the end.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard, gather_rows, ordered
 from llmk.ops.linear_loss.rows import products
-from llmk.ops.linear_loss.rows._classes import Classes, Numbering, largest_over_ranks
+from llmk.ops.linear_loss.rows.classes import Classes, Numbering, largest_over_ranks
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, OwnClasses, Rows, Weights
 from llmk.ops.linear_loss.rows.softmax import RowGradients, Statistics, relative_to, with_classes
 from llmk.registry import cdiv
@@ -73,65 +73,6 @@ class RowsOfLogits(NamedTuple):
     results: Tensor | None  # [4, M], the results of the own class where they are known
 
 
-class Projection(Protocol):
-    """Rows `[N, H]` of a linear layer over the classes that a rank has."""
-
-    x: Tensor
-    weights: Weights
-    shard: VocabShard | None
-    p_dtype: torch.dtype
-
-    @property
-    def keeps_exponentials(self) -> bool:
-        """True where P may hold exponentials until their rows' gradients are known."""
-        ...
-
-    def classes(self, rows: slice, ids: Tensor, numbering: Numbering, *, raw: bool, left_out: bool = False) -> Classes:
-        """Find the ids `[M, K]` of some rows, and compute their logits, without their transform where `raw`.
-
-        Plain PyTorch takes those that `statistics` has, unless each row's class is left out of its sums.
-        """
-        ...
-
-    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
-        """Return what a chunk's logits give; write exponentials to P."""
-        ...
-
-    def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
-        """Return the gradient of a chunk's logits from its exponentials in P, where they serve."""
-        ...
-
-    def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
-        """Write E (a + b log E) + u w to P, with the exponentials E relative to the references."""
-        ...
-
-    def from_exponentials(
-        self, chunk: Chunk, e: Tensor, scale: Tensor, numbers: tuple[Tensor, Tensor, Tensor | None], p: Tensor
-    ) -> None:
-        """Write the same to P where E is `scale` times the exponentials e, which P may be; numbers are a, b and u."""
-        ...
-
-    def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
-        """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
-        ...
-
-    def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
-        """Return what stands among exponentials at own columns where only log-probabilities have a gradient."""
-        ...
-
-    def logits(self, rows: slice, count: Tensor, out: Tensor) -> None:
-        """Write the transformed logits of some rows, of which the first `count` count, to `out [M, V]`, float32."""
-        ...
-
-    def logits_and_sums(self, rows: slice, count: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Write the logits; return the rows' sums of exponentials and what they are relative to, `[2, M]`.
-
-        That is their largest logit. Also return these two numbers of tiles, `[2 or more, tiles, M]`, where kernels have
-        made them.
-        """
-        ...
-
-
 def over_ranks(shard: VocabShard | None, sums: Tensor) -> Tensor:
     """Add up what each rank has of its own classes `[S, M]`, in the ranks' order."""
     return sums if shard is None else shard.gather(sums.contiguous()).view(shard.ranks, *sums.shape).sum(0)
@@ -157,6 +98,7 @@ class KernelProjection:
 
     @property
     def keeps_exponentials(self) -> bool:
+        """True where P may hold exponentials until their rows' gradients are known."""
         return self.x.dtype == torch.bfloat16
 
     def scratch_rows(self, rows: int) -> Tensor:
@@ -166,10 +108,15 @@ class KernelProjection:
         return self.scratch[:rows]
 
     def classes(self, rows: slice, ids: Tensor, numbering: Numbering, *, raw: bool, left_out: bool = False) -> Classes:
+        """Find the ids `[M, K]` of some rows, and compute their logits, without their transform where `raw`.
+
+        Plain PyTorch takes those that `statistics` has, unless each row's class is left out of its sums.
+        """
         transform = None if raw else self.weights.transform
         return products.located_classes(self.x[rows], self.weights, ids, numbering, transform)
 
     def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
+        """Return what a chunk's logits give; write exponentials to P."""
         rows = Rows(self.x[chunk.rows], chunk.reference.unsqueeze(0), chunk.own, chunk.count)
         parts = products.part_sums(rows, self.V)
         if self.V > 0:
@@ -224,6 +171,7 @@ class KernelProjection:
             products.combine_listed(parts, listed, place, out, weighted=weights.class_weight is not None)
 
     def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
+        """Return the gradient of a chunk's logits from its exponentials in P, where they serve."""
         out = products.coefficients(stats.values, chunk.own_classes, self.weights, grads, exponentials=True)
         return RowMatrix(p, out[4:6], chunk.own, out[6])
 
@@ -243,10 +191,12 @@ class KernelProjection:
         return RowMatrix(p, out[4:6], chunk.own, out[6])
 
     def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
+        """Return what stands among exponentials at own columns where only log-probabilities have a gradient."""
         grads = RowGradients(None)
         return products.coefficients(stats.values, chunk.own_classes, self.weights, grads, exponentials=True)[6]
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
+        """Write E (a + b log E) + u w to P, with the exponentials E relative to the references."""
         reference = reference.masked_fill(~chunk.mask, float("inf"))
         numbers = torch.stack((reference, a, b, torch.zeros_like(a) if u is None else u))
         self._make_gradients(chunk, numbers, u is not None, p)
@@ -260,10 +210,16 @@ class KernelProjection:
         return Rows(x, *self.without_own, count)
 
     def logits(self, rows: slice, count: Tensor, out: Tensor) -> None:
+        """Write the transformed logits of some rows, of which the first `count` count, to `out [M, V]`, float32."""
         if self.V > 0:
             products.launch_logits(self._without_own(rows, count), self.weights, out, logits=True)
 
     def logits_and_sums(self, rows: slice, count: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Write the logits; return the rows' sums of exponentials and what they are relative to, `[2, M]`.
+
+        That is their largest logit. Also return these two numbers of tiles, `[2 or more, tiles, M]`, where kernels have
+        made them.
+        """
         of_rows = self._without_own(rows, count)
         parts = products.part_sums(of_rows, self.V)
         if self.V > 0:
@@ -274,6 +230,10 @@ class KernelProjection:
     def from_exponentials(
         self, chunk: Chunk, e: Tensor, scale: Tensor, numbers: tuple[Tensor, Tensor, Tensor | None], p: Tensor
     ) -> None:
+        """Write the same as `gradients` where E is `scale` times the exponentials e, which P may be.
+
+        The numbers are a, b and u.
+        """
         if self.V > 0:
             products.gradients_of_exponentials(e, scale, numbers, self.weights.class_weight, p, chunk.count)
 
@@ -289,7 +249,10 @@ class KernelProjection:
 
 
 class MatrixProjection:
-    """A projection of float32 rows in plain PyTorch, with statistics relative to the rows' largest logits."""
+    """A projection of float32 rows in plain PyTorch, with statistics relative to the rows' largest logits.
+
+    `KernelProjection` has the same methods, and says what they do.
+    """
 
     p_dtype = torch.float32
     keeps_exponentials = True
@@ -425,7 +388,6 @@ class MatrixProjection:
         p.copy_(value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0))
 
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
-        """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
         if self.V == 0:
             return
         for column, entry in zip(columns.split(1, -1), entries.split(1, -1), strict=True):
@@ -438,11 +400,14 @@ def _row_sums(x: Tensor) -> Tensor:
     return x.sum(-1, dtype=torch.float64).float() if x.is_cpu else x.sum(-1)
 
 
+Projection: TypeAlias = KernelProjection | MatrixProjection
+
+
 class Gradients:
     """The gradients of input, weight and bias that are needed, as sums over chunks; the others are empty."""
 
     def __init__(
-        self, projection: KernelProjection | MatrixProjection, compacted: CompactedTokens, need: Sequence[bool],
+        self, projection: Projection, compacted: CompactedTokens, need: Sequence[bool],
         dtypes: Sequence[torch.dtype], rounded_sums: bool,
     ) -> None:  # fmt: skip
         self.projection, self.compacted, self.need, self.dtypes = projection, compacted, tuple(need), tuple(dtypes)
@@ -528,9 +493,7 @@ def _float16_scales(factor: Tensor) -> tuple[Tensor, Tensor, float]:
     return torch.ldexp(one, -exponent), torch.ldexp(one, exponent) / FLOAT16_SCALE, FLOAT16_SCALE
 
 
-def projection_of(
-    input: Tensor, weights: Weights, shard: VocabShard | None, by_kernels: bool
-) -> KernelProjection | MatrixProjection:
+def projection_of(input: Tensor, weights: Weights, shard: VocabShard | None, by_kernels: bool) -> Projection:
     """Return the projection of rows `[..., H]`: by kernels on a GPU where they have 16 bits."""
     x = input.reshape(-1, input.shape[-1])
     if by_kernels and x.dtype != torch.float32:

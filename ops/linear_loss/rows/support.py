@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.rows._classes import Classes, Numbering
+from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.projection import Chunk, Projection
 from llmk.ops.linear_loss.rows.softmax import RowGradients, RowResults, Statistics
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import VocabShard
-from llmk.ops.linear_loss.rows.transform import Transform
+from llmk.ops.linear_loss.kernels.transform import Transform
 
 
 class Numbering(NamedTuple):

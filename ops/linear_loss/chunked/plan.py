@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from llmk.ops.linear_loss.rows._tiles import gradient_cost
+from llmk.ops.linear_loss.kernels.tiles import gradient_cost
 from llmk.registry import cdiv
 
 FLOPS = 7.8e14
