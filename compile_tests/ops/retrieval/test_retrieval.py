@@ -196,7 +196,7 @@ def test_splade_head(dtype: torch.dtype, compiled: bool, device: torch.device) -
     def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return splade_head(x, weight, bias, mask=mask)
 
-    require_same(run(ours, compiled), lambda *tensors: weights_of_classes(*tensors, lengths), [x, weight, bias])
+    require_same(run(ours, compiled), lambda x, w, b: weights_of_classes(x, w, b, lengths), [x, weight, bias])
 
 
 @pytest.mark.kernels
