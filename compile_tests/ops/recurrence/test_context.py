@@ -95,7 +95,7 @@ def check(
     reference = partial(OPS[name].reference, **options)
     right = gradients(reference, {n: x.double() for n, x in tensors.items()}, of_whole)
     baseline = gradients(reference, tensors, of_whole)
-    near = [nudged(tensors, seed) for seed in range(3)]
+    near = [nudged(tensors, seed) for seed in range(8)]
     neighbours = [
         (gradients(reference, x, of_whole), gradients(reference, {n: y.double() for n, y in x.items()}, of_whole))
         for x in near
