@@ -17,8 +17,9 @@ from llmk.opcheck.promises import gpu as gpu_promises
 from llmk.opcheck.promises.gpu import counted_replays, generator_kept, late, require_captured, reversed_rows
 from llmk.opcheck.promises.kernels import in_bounds
 from llmk.opcheck.promises.table import GPU_PROMISES, INTERPRETER_PROMISES, OF_KERNELS
+from llmk.opcheck.promises.values import has_index_past_the_end
 from llmk.opcheck.runner import DeviceLost, promises_for
-from llmk.registry import Sample
+from llmk.registry import OPS, Sample
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -122,6 +123,7 @@ def test_a_lost_gpu_ends_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 LOSES_THE_DEVICE = """
 import torch
+from llmk.opcheck.promises.values import has_index_past_the_end
 from llmk.opcheck.runner import DeviceLost
 from llmk.registry import Op
 
@@ -132,3 +134,11 @@ OP = Op(
     name="mine", overload=torch.ops.aten.square.default, reference=torch.square, samples=samples, differentiable=()
 )
 """
+
+
+def test_a_label_past_the_last_class_is_seen_on_a_cpu() -> None:
+    """`other_sizes` makes such labels where it takes classes away; a GPU ends the process instead of raising."""
+    op, logits, target = OPS["cross_entropy"], torch.randn(3, 9), torch.tensor([1, 8, -100])
+    assert not has_index_past_the_end(op, Sample((logits, target), why="three labels"))
+    assert has_index_past_the_end(op, Sample((logits[:, :8], target), why="a class less"))
+    assert not has_index_past_the_end(op, Sample((logits, target[:2]), why="too few labels"))
