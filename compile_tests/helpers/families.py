@@ -186,11 +186,15 @@ def loss_and_gradients(model: Any, run: Any, inputs: dict[str, Any]) -> tuple[to
     return output.loss.detach(), {n: zeros[n] if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
-def assert_equal(got: Any, want: Any) -> None:
-    """In float32 a gradient's error is that of the largest one, from which it came."""
+def assert_equal(got: Any, want: Any, plain: Any = None) -> None:
+    """In float32 a gradient's error is that of the largest one, from which it came.
+
+    Where `want` is exact, PyTorch's own result says how far off that is: 1.5 times its error is allowed besides.
+    """
     torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=0)
     largest = max(g.abs().max() for g in want[1].values())
     assert got[1].keys() == want[1].keys()
     for name, gradient in want[1].items():
         difference = (got[1][name] - gradient).abs().max()
-        assert difference <= 1e-5 * gradient.abs().max() + 1e-6 * largest, name
+        of_plain = 0.0 if plain is None else 1.5 * (plain[1][name] - gradient).abs().max()
+        assert difference <= 1e-5 * gradient.abs().max() + 1e-6 * largest + of_plain, name

@@ -123,7 +123,9 @@ def test_what_a_record_says_of_a_library_is_left_out_on_a_gpu() -> None:
     assert known == {
         "gated_linear": {"output 0", "gradient of gate", "gradient of up"},
         "linear_act": {"output 0", "gradient of input"},
+        "maxsim": {"output 0"},
         "rms_norm_linear": {"output 0", "output 1", "output 2", "gradient of input"},
+        "splade_head": {"output 0", "gradient of input"},
     }
 
 

@@ -372,7 +372,7 @@ def test_a_decision_between_subnormal_numbers_is_not_judged(
         return torch.where(p < 1e-30, 0.0, p)
 
     monkeypatch.setattr("llmk.opcheck.search.judge.INTERPRET", True)
-    monkeypatch.setattr("llmk.ops.experts.router_topk._scores_cpu", scores)
+    monkeypatch.setattr("llmk.ops.experts._routing._scores_cpu", scores)
     options = {"dtype": torch.float32, "device": CPU}
     sample = Sample((torch.tensor([logits], **options), 3), {"bias": torch.zeros(3, **options)})
     finding = judge(OPS["router_topk"], Case(sample, unit_gradients, 0, sample, decides=True))

@@ -115,6 +115,7 @@ saved:
   bfloat16[48, 160] prims.convert_element_type
   bfloat16[2, 24, 64] llmk._fused_linear_ce_fwd[5]
   bfloat16[320, 64] llmk._fused_linear_ce_fwd[6]
+  bool[2, 24] aten.ne.Scalar
   float32[2, 24, 1] aten.squeeze.dim
 backward:
   aten.mm
@@ -164,6 +165,7 @@ saved:
   bfloat16[160, 64] input
   bfloat16[160, 64] input
   bfloat16[64, 160] input
+  int64[2, 24] input
   float32[2, 24, 1] aten.add.Tensor
   bfloat16[48, 32] aten.add.Tensor
   bfloat16[48, 64] aten.add.Tensor

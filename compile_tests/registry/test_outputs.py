@@ -12,7 +12,7 @@ from llmk.registry import OPS, Op, Sample, set_short_path_enabled
 
 KEPT = "modified by an inplace operation"
 """The words in which autograd refuses a change of an output that the backward pass reads."""
-KEEPS_ITS_OUTPUT = {"add_rms_norm", "linear_act", "rms_linear", "softmax", "sparsemax"}
+KEEPS_ITS_OUTPUT = {"add_rms_norm", "linear_act", "rms_linear", "softmax", "sparsemax", "splade_head"}
 """The backward pass reads h, which `add_rms_norm` returns beside its norm, and the others' result as those of
 `torch.relu` and `torch.softmax` do."""
 

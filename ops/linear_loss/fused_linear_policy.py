@@ -66,7 +66,7 @@ def fused_linear_policy_reference(
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     given = {name: options.pop(name, None) for name in PER_TOKEN}
-    policy = PolicyOptions(**{name: options.pop(name) for name in PolicyOptions._fields if name in options})
+    policy = PolicyOptions(**{name: options.pop(name) for name in PolicyOptions.__annotations__ if name in options})
     outside = torch.zeros_like(target, dtype=torch.bool)
     if support is not None:
         outside = outside_support(target, support, ignore_index, linear_weight.shape[0])

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -109,7 +109,7 @@ def padded(tokens: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple
     groups = groups_of(offsets)
     longest = max(1, *(end - begin for begin, end in groups))
     rows = [torch.nn.functional.pad(tokens[a:b], (0, 0, 0, longest - b + a)) for a, b in groups]
-    live = [torch.arange(longest, device=tokens.device) < b - a for a, b in groups]
+    live = [torch.arange(longest, dtype=torch.int64, device=tokens.device) < b - a for a, b in groups]
     return torch.stack(rows), torch.stack(live)
 
 
@@ -346,8 +346,7 @@ def _tokens_gradient_cpu(coef: Tensor, winners: Tensor, rows: Tensor, S: int) ->
     return total.to(rows.dtype)
 
 
-@dataclass(frozen=True)
-class Implementation:
+class Implementation(NamedTuple):
     """What computes: the launches of kernels, or plain PyTorch on a CPU."""
 
     maxima: Callable[..., tuple[Tensor, Tensor]]

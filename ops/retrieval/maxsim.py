@@ -136,7 +136,7 @@ def maxsim_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         return torch.tensor(tokens, device=device, dtype=torch.int32)
 
     def first(L: int, *counts: int) -> Tensor:
-        return torch.arange(L, device=device) < torch.tensor(counts, device=device).unsqueeze(1)
+        return torch.arange(L, dtype=torch.int32, device=device) < ends(*counts).unsqueeze(1)
 
     yield Sample((randn(2, 4, 16), randn(4, 8, 16)), why="powers of two")
     yield Sample((randn(3, 5, 13), randn(7, 70, 13)), why="odd, several tiles of tokens")

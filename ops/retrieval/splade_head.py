@@ -127,7 +127,7 @@ def splade_head_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sa
     def ends(*tokens: int) -> Tensor:
         return torch.tensor(tokens, device=device, dtype=torch.int32)
 
-    mask = torch.arange(6, device=device) < torch.tensor([6, 1, 0], device=device).unsqueeze(1)
+    mask = torch.arange(6, dtype=torch.int32, device=device) < ends(6, 1, 0).unsqueeze(1)
     yield Sample((randn(2, 4, 16), randn(32, 16)), why="powers of two")
     yield Sample((randn(3, 70, 13), randn(37, 13), randn(37)), why="odd, several tiles of tokens, bias")
     yield Sample((randn(3, 6, 24), randn(19, 24), randn(19)), {"mask": mask}, why="mask, a sequence without tokens")

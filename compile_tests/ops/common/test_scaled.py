@@ -1,11 +1,14 @@
 """Gradients made in the forward pass are scaled where they are only where nobody can see that."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from llmk.functional import fused_linear_ce
 from llmk.ops.common import scaling
+from llmk.ops.common.scaling import SavedGradients
 from llmk.registry import num_programs
 from llmk.registry.devices import INTERPRET
 
@@ -19,13 +22,13 @@ T = torch.tensor([3, -100, 0, 10, 7, 1])
 def places(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record where what is scaled in place lies."""
     seen: list[int] = []
-    scale = scaling._scale_saved
+    scale = SavedGradients._scaled_in_place
 
-    def noted(op: object, saved: Tensor, *factor: Tensor) -> Tensor:
+    def noted(self: SavedGradients, saved: Tensor, counted: Any) -> Tensor:
         seen.append(saved.data_ptr())
-        return scale(op, saved, *factor)  # type: ignore[arg-type]
+        return scale(self, saved, counted)
 
-    monkeypatch.setattr(scaling, "_scale_saved", noted)
+    monkeypatch.setattr(SavedGradients, "_scaled_in_place", noted)
     return seen
 
 
@@ -108,5 +111,5 @@ def test_programs_share_what_is_larger_than_all_of_them() -> None:
     blocks = num_programs(torch.device("cpu"), scaling.PROGRAMS) * 2 + 1
     x = torch.randn(4096 * blocks - 100, dtype=torch.float32).bfloat16()
     want = (2.0 * x.double()).bfloat16()
-    scaling._launch(x, torch.tensor(2.0), x, in_place=True)
+    scaling._launch(x, torch.tensor(2.0), None, 0, False, x, in_place=True)
     torch.testing.assert_close(x, want, rtol=0, atol=0)
