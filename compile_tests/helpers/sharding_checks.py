@@ -6,7 +6,7 @@ import itertools
 import json
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,15 @@ def ways(op: Op, sample: Sample, mesh: DeviceMesh) -> Iterator[dict[str, Way]]:
     splits = [dict(zip(positions, of_inputs, strict=True)) for _, of_inputs in kernel_op.sharding(*args)]
     for combination in itertools.product(splits, repeat=mesh.ndim):
         way = {
-            name: tuple(_placement(split[next(i for i in positions if args[i] is tensor)]) for split in combination)
-            for name, tensor in tensors.items()
+            name: tuple(_placement_of(tensor, args, split) for split in combination) for name, tensor in tensors.items()
         }
         if all(_large_enough(tensors[name], mesh, placements) for name, placements in way.items()):
             yield way
+
+
+def _placement_of(tensor: Tensor, args: Sequence[Any], split: dict[int, int | str]) -> Placement:
+    """Return the tensor's placement; what another kernel op takes is whole."""
+    return next((_placement(each) for i, each in split.items() if args[i] is tensor), Replicate())
 
 
 def _large_enough(tensor: Tensor, mesh: DeviceMesh, placements: Way) -> bool:

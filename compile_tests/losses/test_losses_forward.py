@@ -134,7 +134,7 @@ def test_products_of_a_policy(
 ) -> None:
     """Four where a sequence of 8 fits into no chunk, or a weight is known after it, and nothing is kept, else three.
 
-    The gradient of an entropy is made of exponentials too, but with a cap, whose slope they do not have: four.
+    In float32 that of an entropy is made of exponentials too, but with a cap, whose slope they do not have: four.
     """
     x, weight, target = batch([5, 3, 6, 6], device)
     assert target.shape == (4, 8)

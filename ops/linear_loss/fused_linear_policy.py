@@ -223,7 +223,8 @@ def fused_linear_policy(
 
     `grpo`, `reinforce`, `rloo`, `ppo`, `sft` and `dft` of `llmk.losses` use it. The gradients that are needed are made
     in the forward pass and scaled in the backward pass. The logits are made once, or twice in float16, with `support`,
-    with `entropy_weight` and `softcap`, and where ratios are per sequence and one does not fit into a chunk.
+    with `entropy_weight` in 16 bits or with `softcap`, and where ratios are per sequence and one does not fit into a
+    chunk.
 
     Args:
         input: `[..., S, H]`, or `[H]`; float32, float16 or bfloat16, any strides. Rows of S tokens are sequences where

@@ -103,7 +103,6 @@ def ce_tvd_kernel(
         equal += tl.where((q > p) | (q < p), 0.0, q)
     q_t = tl.where(valid, _probabilities(x_ptr + row * x_stride, target, valid, m, total, EXACT), 0.0)
     p_t = tl.where(valid, _probabilities(y_ptr + row * y_stride, target, valid, n, mass, EXACT), 0.0)
-    q_larger, q_smaller, q_equal = tl.sum(larger, axis=0), tl.sum(smaller, axis=0), tl.sum(equal, axis=0)
     tl.store(ce_ptr + row, tl.where(counts, ce, 0.0))
     tl.store(tvd_ptr + row, 0.5 * (tl.sum(distance, axis=0) + tl.abs(q_t - p_t)))
     stats_ptr += row * NUM_STATS
@@ -111,11 +110,11 @@ def ce_tvd_kernel(
     tl.store(stats_ptr + 1, total)
     tl.store(stats_ptr + 2, n)
     tl.store(stats_ptr + 3, mass)
-    tl.store(stats_ptr + 4, q_larger + q_smaller + q_equal)
+    tl.store(stats_ptr + 4, tl.sum(larger + smaller + equal, axis=0))  # lane by lane first: one rounding less
     own_below = tl.where(q_t > p_t, 0.0, tl.where(q_t < p_t, 2.0 * q_t, q_t))
     own_above = tl.where(q_t < p_t, 0.0, tl.where(q_t > p_t, 2.0 * q_t, q_t))
-    tl.store(stats_ptr + 5, 2.0 * q_smaller + q_equal + own_below)
-    tl.store(stats_ptr + 6, 2.0 * q_larger + q_equal + own_above)
+    tl.store(stats_ptr + 5, tl.sum(2.0 * smaller + equal, axis=0) + own_below)
+    tl.store(stats_ptr + 6, tl.sum(2.0 * larger + equal, axis=0) + own_above)
 
 
 @jit

@@ -82,7 +82,7 @@ def _sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tens
     total = torch.empty((grads[0].shape[0], weights[0].shape[1]), dtype=grads[0].dtype, device=grads[0].device)
     torch.mm(grads[0], weights[0], out=total)
     for dy, w in zip(grads[1:], weights[1:], strict=True):
-        total.addmm_(dy, w)
+        torch.addmm(total, dy, w, out=total)
     return total
 
 

@@ -240,7 +240,7 @@ def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]
 
 def _is_kept(call: CandidatesCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor, *rest: Any) -> bool:
     """Return True if the exponentials that were kept are what the gradient is made of."""
-    serves = entropy_grad is None or not (call.entropy and call.softcap)
+    serves = entropy_grad is None or not call.entropy or (not call.softcap and call.kept_element == 4)
     return serves and call.kept_matrix(rest[0]) is not None
 
 

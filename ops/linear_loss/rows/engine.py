@@ -7,9 +7,9 @@ scaled, are what the products of the gradients read. Three products in all.
 Where it is not, or each row has an incoming gradient of its own, a first pass gives all results and a second one the
 gradients: of exponentials that were kept, or with the logits made once more.
 
-Where the gradient is no multiple of the exponentials, that of an entropy and of label smoothing, one pass over them
-makes it. Logits are made again within a chunk where that is not enough: with a cap, whose slope is not known any more,
-in float16, whose range holds no exponentials, for several classes of a row, and over supports.
+Where the gradient is no multiple of the exponentials, as with label smoothing, one pass over them makes it. Logits are
+made again within a chunk where that is not enough: with a cap, whose slope is not known any more, in float16, whose
+range holds no exponentials, for several classes of a row, over supports, and for an entropy in bfloat16.
 """
 
 import math
@@ -183,6 +183,8 @@ class SoftmaxRows:
     def exponentials_serve(self, grads: RowGradients) -> bool:
         """Return True if exponentials that are stored give the gradient, as they are or after one pass over them."""
         serves = grads.is_scaled_exponentials or not self.transform.softcap  # a cap's slope is in them
+        if grads.entropy is not None:  # a + b log E may be near 0: there what E was rounded by is no small part of it
+            serves = serves and self.projection.p_dtype == torch.float32
         return self.stores_exponentials and grads.tail is None and serves
 
     def matrix_of(

@@ -253,7 +253,7 @@ def gradients_of_exponentials(
     (M, V), (a, b, u), block = e.shape, numbers, 4096
     wrap_triton(exponentials_kernel)[(cdiv(V, block), M)](
         e, p, scale, a, b, u, None if u is None else class_weight, count, V, e.stride(0), p.stride(0),
-        BLOCK_V=block, num_warps=8,
+        TILE_M=128, BLOCK_V=block, num_warps=8,
     )  # fmt: skip
 
 
