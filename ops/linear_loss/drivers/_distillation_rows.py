@@ -209,7 +209,7 @@ class DivergenceRows:
     def _cross_entropy_term(self, z: Tensor, block: slice, grads: Tensor) -> tuple[Tensor, CrossEntropyTerm]:
         """Return the labels' log-probabilities at temperature 1, and the term of the logits' gradient."""
         found = self._labels(z, block, self._transform(1.0))
-        target = found.classes.ids.view(-1)
+        target = found.classes.ids.reshape(-1).contiguous()  # labels may be strided
         return found.logprobs.view(-1), CrossEntropyTerm(target, self.call.first_class, grads[block], found.stats)
 
     def _labels(self, z: Tensor, block: slice, transform: Transform) -> ClassLogprobs:
