@@ -155,8 +155,8 @@ def grpo(
     The gradients are made in the forward pass, with three products. Four are made, the logits twice, where a token's
     weight is not known with the chunk of logits that it is in: with "sequence" and a chunk that does not hold a whole
     sequence (with `chunk_size` 0 on a GPU up to 8 GiB with their gradient), a packed batch or, on a CPU,
-    `skip_ignored`, with "vespo", "kl_cov", `off_policy_mask_threshold` or `top_entropy_quantile`, with DTensors, and
-    with "sequence" and `context_group`.
+    `skip_ignored`, with `entropy_coef` in 16 bits, "vespo", "kl_cov", `off_policy_mask_threshold` or
+    `top_entropy_quantile`, with DTensors, and with "sequence" and `context_group`.
 
     Sources: Shao et al., 2024, https://arxiv.org/abs/2402.03300; each loss type in `_policy.py`; GSPO: Zheng et
     al., 2025, https://arxiv.org/abs/2507.18071; masks and bias correction: DeepSeek-V3.2, 2025,
