@@ -100,7 +100,8 @@ def late_interaction(
     if N < Q:
         raise ValueError(f"document: expected at least {Q}, one for each query, got {N}")
     number, scale, shown = _divisor(temperature, query)
-    scores, own = scores / number if scale is None else scores * scale, torch.arange(Q, device=query.device)
+    scores = scores / number if scale is None else scores * scale
+    own = torch.arange(Q, dtype=torch.int64, device=query.device)
     loss = cross_entropy(scores, own)
     if symmetric:
         loss = (loss + cross_entropy(scores[:, :Q].t(), own)) / 2

@@ -388,10 +388,10 @@ def coefficients_kernel(
 
 @jit
 def exponentials_kernel(
-    e_ptr, p_ptr, scale_ptr, a_ptr, b_ptr, u_ptr, class_weight_ptr, count_ptr, V, e_stride, p_stride,
+    e_ptr, p_ptr, scale_ptr, a_ptr, u_ptr, class_weight_ptr, count_ptr, V, e_stride, p_stride,
     TILE_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute E (a + b log E) + u w of some columns of a row, E its exponentials times a scale."""
+    """Compute a E + u w of some columns of a row, E its exponentials times a scale."""
     row, count = tl.program_id(1).to(tl.int64), tl.load(count_ptr)
     if row >= tl.cdiv(count, TILE_M) * TILE_M:
         return
@@ -401,8 +401,7 @@ def exponentials_kernel(
         tl.store(p_ptr + row * p_stride + cols, tl.zeros((BLOCK_V,), p_ptr.dtype.element_ty), mask=mask)
         return
     e = tl.load(e_ptr + row * e_stride + cols, mask=mask, other=0.0).to(tl.float32) * tl.load(scale_ptr + row)
-    # An exponential that is 0 has no logarithm, and 0 times infinity would be NaN.
-    value = e * (tl.load(a_ptr + row) + tl.load(b_ptr + row) * tl.log(tl.where(e > 0.0, e, 1.0)))
+    value = e * tl.load(a_ptr + row)
     if class_weight_ptr is not None:
         value += tl.load(u_ptr + row) * tl.load(class_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(p_ptr + row * p_stride + cols, value.to(p_ptr.dtype.element_ty), mask=mask)

@@ -232,10 +232,11 @@ class KernelProjection:
     ) -> None:
         """Write the same as `gradients` where E is `scale` times the exponentials e, which P may be.
 
-        The numbers are a, b and u.
+        The numbers are a, b and u; b, of an entropy, is 0 in 16 bits.
         """
         if self.V > 0:
-            products.gradients_of_exponentials(e, scale, numbers, self.weights.class_weight, p, chunk.count)
+            a, _, u = numbers
+            products.gradients_of_exponentials(e, scale, a, u, self.weights.class_weight, p, chunk.count)
 
     def _make_gradients(self, chunk: Chunk, numbers: Tensor, weighted: bool, p: Tensor) -> None:
         weights = self.weights if weighted else self.weights._replace(class_weight=None)
