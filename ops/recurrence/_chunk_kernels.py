@@ -264,7 +264,10 @@ def chunk_states_kernel(
     states_ptr, rests_ptr, u_ptr, out_ptr, final_ptr, scale,
     T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The state from chunk to chunk, of one block of its columns: each chunk's first, U and O, and the last."""
+    """The state from chunk to chunk, of one block of its columns: each chunk's first, U, O and the last.
+
+    O is left to `chunk_outputs_kernel` where `out_ptr` is None.
+    """
     blocks = tl.cdiv(V, BLOCK_V)
     row, block = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks
     b, h = row // H, row % H
@@ -319,6 +322,32 @@ def chunk_states_kernel(
         state = whole * state + _product(kt, (e[:, None] * wide).to(k_ptr.dtype.element_ty))
     if final_ptr is not None:
         _store(final_ptr + row * K * V, state, keys, cols, K, V, V)
+
+
+@jit
+def chunk_outputs_kernel(
+    q_ptr, u_ptr, start_ptr, scores_ptr, states_ptr, out_ptr, scale, T, N, H, HK, K, V,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """O of one chunk and one block of columns, of the states that `chunk_states_kernel` stored."""
+    blocks = tl.cdiv(V, BLOCK_V)
+    block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
+    chunk, row = place % N, place // N
+    b, h = row // H, row % H
+    q_ptr += (b * T * HK + h // (H // HK)) * K
+    values = (b * T * H + h) * V
+    t, cols = tl.arange(0, C), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    rows = chunk * C + t
+    out = tl.zeros((C, BLOCK_V), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        keys = start + tl.arange(0, BLOCK_K)
+        state = _load(states_ptr + place * K * V, keys, cols, K, V, V)
+        out += _product(_load(q_ptr, rows, keys, T, K, HK * K), state)
+    out *= tl.cast(scale, tl.float32)
+    if start_ptr is not None:  # else queries have d of their channels in them
+        out *= tl.load(start_ptr + place * C + t)[:, None]
+    out += _product(_load(scores_ptr + place * C * C, t, t, C, C, C), _load(u_ptr + values, rows, cols, T, V, H * V))
+    _store(out_ptr + values, out, rows, cols, T, V, H * V)
 
 
 @jit

@@ -18,6 +18,7 @@ from llmk.ops.recurrence._channel_kernels import (
 from llmk.ops.recurrence._chunk_kernels import (
     chunk_inverse_kernel,
     chunk_keys_backward_kernel,
+    chunk_outputs_kernel,
     chunk_scores_backward_kernel,
     chunk_scores_kernel,
     chunk_states_backward_kernel,
@@ -26,7 +27,7 @@ from llmk.ops.recurrence._chunk_kernels import (
     sum_heads_kernel,
 )
 from llmk.ops.recurrence._chunks import L2_EPS, Call, chunk_size, sequence_indices
-from llmk.registry import cdiv, empty, next_power_of_2, shared_memory, wrap_triton
+from llmk.registry import cdiv, empty, next_power_of_2, num_programs, shared_memory, wrap_triton
 
 
 @dataclass(frozen=True)
@@ -233,30 +234,35 @@ def _stages(x: Inputs, most: int = 2) -> int:
     return min(most, 1 if room <= 64 else 2 if room < 100 else 3)
 
 
-def _state_tile(x: Inputs, *, again: bool = False, backward: bool = False) -> dict[str, int]:
-    """A state's block of columns, with all keys: for the forward pass, for states made again, or for their gradient."""
+def _state_tile(x: Inputs, *, outputs: bool = False, rests: bool = False, backward: bool = False) -> dict[str, int]:
+    """A state's block of columns, with all keys: of the walk that makes outputs besides, of that which stores what
+    rounding left, or of the one back.
+    """
     block_k = x.columns(256, x.q.shape[-1])
     if x.is_float32:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
     if block_k > 128:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
-    if (
-        backward
-    ):  # a correction's gradient has more in registers; of channels, in shared memory too, which two steps fill
-        most = 64 if x.beta is None else 32
-        stages = 1 if x.per_channel and x.beta is not None else _stages(x)
-    elif again:
-        most, stages = (32, _stages(x, 3)) if x.beta is None or x.per_channel else (64, _stages(x))
-    else:  # the outputs' operands are in shared memory besides; with a correction's, 64 columns spill
+    most, stages = 64, _stages(x)
+    if backward:  # a correction's gradient has more in registers; of channels, in shared memory too, which two fill
+        most, stages = (64, stages) if x.beta is None else (32, 1 if x.per_channel else stages)
+    elif rests:
+        most, stages = (32, _stages(x, 3)) if x.beta is None or x.per_channel else (64, stages)
+    elif outputs:  # whose operands are in shared memory besides; with a correction's, 64 columns spill
         most, stages = 64 if x.beta is None else 32, max(1, _stages(x, 3) - 1)
     block_v = x.columns(most, x.v.shape[-1])
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": 4, "num_stages": stages}
 
 
+def _programs(x: Inputs, tile: dict[str, int]) -> int:
+    """The programs of a walk."""
+    return x.rows * cdiv(x.v.shape[-1], tile["BLOCK_V"])
+
+
 def _walk(x: Inputs, m: Matrices, tile: dict[str, int], **results: Tensor | None) -> None:
     """Go from chunk to chunk, and write those of the results that are given, by their names in the kernel."""
     T, N, H, _, K, V = x.sizes
-    wrap_triton(chunk_states_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
+    wrap_triton(chunk_states_kernel)[(_programs(x, tile),)](
         m.queries, m.keys, m.ends, x.v, x.beta, m.start, m.end, m.whole, m.scores, m.inverse, x.initial,
         *(results.get(name) for name in ("states", "rests", "u", "out", "final")), x.scale,
         T, N, H, m.heads, K, V, C=x.chunk, **tile,
@@ -272,17 +278,42 @@ class Forward:
     kept: Kept
 
 
+def _makes_outputs(x: Inputs) -> bool:
+    """Return True if the walk makes the outputs too, which reads neither states nor U again.
+
+    A walk whose programs do not fill the device waits longer for each chunk than programs for all chunks at once take.
+    With a correction the blocks of columns are half as many wide, and it takes three programs on each multiprocessor.
+    """
+    filling = num_programs(x.q.device, 1 if x.beta is None else 3)
+    return _programs(x, _state_tile(x, outputs=True)) >= filling
+
+
 def launch_forward(call: Call, *, keep: bool) -> Forward:
     x = inputs(call)
     _, N, H, _, K, V = x.sizes
-    out = x.buffer(x.v.shape)
-    final = x.buffer((x.v.shape[0], H, K, V), torch.float32)
-    m, tile = _matrices(x, None, keep=keep), _state_tile(x)
-    states = x.buffer((x.rows, N, K, V)) if tile["PART"] > 0 else None
-    _walk(x, m, tile, states=states, out=out, final=final)
+    out, final = x.buffer(x.v.shape), x.buffer((x.v.shape[0], H, K, V), torch.float32)
+    m, outputs = _matrices(x, None, keep=keep), _makes_outputs(x)
+    tile = _state_tile(x, outputs=outputs)
+    if outputs:  # a product in parts reads the states that it has stored
+        _walk(x, m, tile, states=x.buffer((x.rows, N, K, V)) if tile["PART"] > 0 else None, out=out, final=final)
+    else:
+        states, u = x.buffer((x.rows, N, K, V)), None if x.beta is None else x.buffer(x.v.shape)
+        _walk(x, m, tile, states=states, u=u, final=final)
+        _outputs(x, m, states, x.v if u is None else u, out)
     kept = Kept(m.inverse, m.scores if x.per_channel else None, m.kk) if keep else Kept(None, None, None)
     width, values = call.q.shape[3], call.v.shape[3]
     return Forward(cut(out, values), cut(final, width, values), kept)
+
+
+def _outputs(x: Inputs, m: Matrices, states: Tensor, u: Tensor, out: Tensor) -> None:
+    """Write the outputs of all chunks at once."""
+    T, N, H, _, K, V = x.sizes
+    size = x.q.element_size()
+    tile = {"BLOCK_K": x.columns(128 // size, K), "BLOCK_V": x.columns(256 // size, V), "num_warps": 4}
+    wrap_triton(chunk_outputs_kernel)[(x.rows * N * cdiv(V, tile["BLOCK_V"]),)](
+        m.queries, u, m.start, m.scores, states, out, x.scale, T, N, H, m.heads, K, V,
+        C=x.chunk, num_stages=_stages(x), **tile,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -308,7 +339,7 @@ def launch_backward(
     rest_dtype = torch.int16 if x.q.dtype == torch.bfloat16 else torch.int32
     rests = None if x.is_float32 else x.buffer((x.rows, N, K, V), rest_dtype)
     states, u = x.buffer((x.rows, N, K, V)), x.v if x.beta is None else x.buffer(x.v.shape)
-    _walk(x, m, _state_tile(x, again=True), states=states, rests=rests, u=None if x.beta is None else u)
+    _walk(x, m, _state_tile(x, rests=True), states=states, rests=rests, u=None if x.beta is None else u)
     dstates, dv = x.buffer(tuple(states.shape)), x.buffer(x.v.shape)
     dr = None if x.beta is None else x.buffer(x.v.shape)
     dinitial = x.buffer(dfinal.shape, torch.float32) if need_initial_state else None
