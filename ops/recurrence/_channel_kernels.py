@@ -309,11 +309,11 @@ def channel_pairs_backward_kernel(
 @jit
 def channel_keys_backward_kernel(
     do_ptr, q_ptr, k_ptr, g_ptr, u_ptr, dr_ptr, beta_ptr, index_ptr, states_ptr, dstates_ptr, dwhole_ptr, dg_part_ptr,
-    dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, tokens, value_blocks,
+    dq_part_ptr, dk_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, tokens, value_blocks,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add what comes through the states of one chunk to the gradients of a block of the channels of q and k, for one
-    value head, and g; and that block's part of the gradient of beta `[blocks, tokens]`.
+    """Add what comes through the states of one chunk to the parts by pairs of the gradients of a block of the channels
+    of q and k, for one value head, and g; and that block's part of the gradient of beta `[blocks, tokens]`.
     """
     blocks = tl.cdiv(K, BLOCK_K)
     block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
@@ -356,8 +356,8 @@ def channel_keys_backward_kernel(
     if index_ptr is not None:
         # A first token decays no state. Of an infinity at another token a sum that is a product makes NaN there too.
         dg = tl.where(_same_as(index_ptr, rows, rows - 1, T)[:, None], dg, 0.0)
-    from_out += _load(dq_ptr + channels, rows, keys, T, K, H * K)
-    dk += _load(dk_ptr + channels, rows, keys, T, K, H * K)
+    from_out += _load(dq_part_ptr + channels, rows, keys, T, K, H * K)
+    dk += _load(dk_part_ptr + channels, rows, keys, T, K, H * K)
     _store(dg_ptr + channels, dg, rows, keys, T, K, H * K)
     _store(dq_ptr + channels, from_out, rows, keys, T, K, H * K)
     _store(dk_ptr + channels, dk, rows, keys, T, K, H * K)

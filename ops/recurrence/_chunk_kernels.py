@@ -13,6 +13,8 @@ from llmk.registry.devices import INTERPRET
 
 WIDEN = tl.constexpr(INTERPRET)
 """Triton's interpreter multiplies no bfloat16."""
+IN_PARTS = tl.constexpr("ieee" if INTERPRET else "bf16x3")
+"""The precision of a product of float32 by three of bfloat16, which keep 16 bits; the interpreter has no such."""
 
 
 @jit
@@ -165,7 +167,7 @@ def chunk_scores_kernel(
 
 
 @jit
-def _first_inverses(a_ptr, C: tl.constexpr):
+def _first_inverses(a_ptr, C: tl.constexpr, PRECISION: tl.constexpr):
     """Replace the blocks of 16 rows on the diagonal of I + A by their inverses."""
     t = tl.arange(0, 16)
     i, j = t[None, :, None], t[None, None, :]
@@ -174,20 +176,20 @@ def _first_inverses(a_ptr, C: tl.constexpr):
     for level in range(1, 4):
         size = 1 << level
         corner = tl.load(a_ptrs, mask=(i // (2 * size) == j // (2 * size)) & (i // size != j // size), other=0.0)
-        x -= tl.dot(tl.dot(x, corner, input_precision="ieee"), x, input_precision="ieee")
+        x -= tl.dot(tl.dot(x, corner, input_precision=PRECISION), x, input_precision=PRECISION)
     tl.debug_barrier()  # all threads have read the blocks
     tl.store(a_ptrs, x)
 
 
 @jit
-def _merge_inverses(a_ptr, C: tl.constexpr, SIZE: tl.constexpr):
+def _merge_inverses(a_ptr, C: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """Replace the lower left corner of each block of SIZE rows by that of the block's inverse."""
     HALF: tl.constexpr = SIZE // 2
     t = tl.arange(0, HALF)
     at = (tl.arange(0, C // SIZE) * (SIZE * (C + 1)))[:, None, None] + t[None, :, None] * C + t[None, None, :]
     corner = a_ptr + HALF * C
-    x = tl.dot(tl.load(a_ptr + HALF * (C + 1) + at), tl.load(corner + at), input_precision="ieee")
-    x = tl.dot(x, tl.load(a_ptr + at), input_precision="ieee")
+    x = tl.dot(tl.load(a_ptr + HALF * (C + 1) + at), tl.load(corner + at), input_precision=PRECISION)
+    x = tl.dot(x, tl.load(a_ptr + at), input_precision=PRECISION)
     tl.debug_barrier()  # all threads have read the corners
     tl.store(corner + at, -x)
 
@@ -197,16 +199,17 @@ def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr):
     """T of one chunk, the inverse of I + A, made over A: by blocks of twice the size each turn.
 
     Where X has the inverses of the blocks of s rows on the diagonal and L the part of A in the lower left corners of
-    those of 2 s, X - X L X has the inverses of these.
+    those of 2 s, X - X L X has the inverses of these. Where T is rounded to 16 bits the products are made in parts.
     """
+    PRECISION: tl.constexpr = "ieee" if inverse_ptr.dtype.element_ty == tl.float32 else IN_PARTS
     matrix = tl.program_id(0).to(tl.int64) * C * C
     a_ptr += matrix
-    _first_inverses(a_ptr, C)
+    _first_inverses(a_ptr, C, PRECISION)
     tl.debug_barrier()  # each thread sees what the others stored
-    _merge_inverses(a_ptr, C, 32)
+    _merge_inverses(a_ptr, C, 32, PRECISION)
     if C > 32:
         tl.debug_barrier()
-        _merge_inverses(a_ptr, C, 64)
+        _merge_inverses(a_ptr, C, 64, PRECISION)
     tl.debug_barrier()
     t = tl.arange(0, C)
     _store(inverse_ptr + matrix, _load(a_ptr, t, t, C, C, C), t, t, C, C, C)
@@ -508,6 +511,9 @@ def chunk_keys_backward_kernel(
 ):  # fmt: skip
     """The gradients of a block of the channels of q and k in one chunk, for one value head, and that block's parts of
     those of g and beta `[blocks, tokens]`.
+
+    A program that went on to the other value heads of the key head, to add theirs, would hold addresses of all in
+    registers: on an H200 it takes longer by more than the addition costs.
     """
     scale = tl.cast(scale, tl.float32)
     blocks = tl.cdiv(K, BLOCK_K)

@@ -32,10 +32,14 @@ from llmk.registry import cdiv, empty, next_power_of_2, num_programs, shared_mem
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs as all kernels read them: contiguous and padded; queries and keys normalized where they are to be."""
+    """The inputs as all kernels read them: contiguous and padded; queries and keys normalized where they are to be, and
+    then also as they were.
+    """
 
     q: Tensor
     k: Tensor
+    raw_q: Tensor | None
+    raw_k: Tensor | None
     v: Tensor
     g: Tensor
     beta: Tensor | None
@@ -106,8 +110,9 @@ def inputs(call: Call) -> Inputs:
     g = padded(call.g) if call.g.dim() == 4 else call.g.contiguous()
     initial = None if call.initial_state is None else padded(call.initial_state, 2)
     index = None if call.sequence_ids is None else sequence_indices(call.sequence_ids)
+    raw_q, raw_k = (q, k) if call.l2_norm_qk else (None, None)
     q, k = (_l2_normalized(q), _l2_normalized(k)) if call.l2_norm_qk else (q, k)
-    return Inputs(q, k, v, g, contiguous(call.beta), initial, index, call.factor)
+    return Inputs(q, k, raw_q, raw_k, v, g, contiguous(call.beta), initial, index, call.factor)
 
 
 def _rows_tile(K: int) -> dict[str, int]:
@@ -122,16 +127,21 @@ def _l2_normalized(x: Tensor) -> Tensor:
     return y
 
 
-def _sum_heads(grad: Tensor, x: Tensor, l2_norm_qk: bool) -> Tensor:
-    """The gradient of the queries or keys x from those `[B, T, H, K]` of their value heads, padded."""
-    width, x = x.shape[-1], padded(x)
-    K, tile = x.shape[-1], _rows_tile(x.shape[-1])
-    M, dx = x.numel() // K, empty(x.shape, x.dtype, x.device)
-    group = grad.shape[2] // x.shape[2]
-    wrap_triton(sum_heads_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
-        grad, x if l2_norm_qk else None, dx, M, K, group, L2_EPS, **tile
-    )
-    return cut(dx, width)
+def _keys_gradient_dtype(x: Inputs) -> torch.dtype:
+    """Float32 for gradients of value heads that are still to be summed, or to go through the norm."""
+    _, _, H, HK, *_ = x.sizes
+    return x.q.dtype if H == HK and x.raw_q is None else torch.float32
+
+
+def _sum_heads(x: Inputs, grad: Tensor, raw: Tensor | None) -> Tensor:
+    """The gradient of queries or keys from those `[B, T, H, K]` of their value heads, through the norm of `raw`."""
+    if raw is None and grad.shape == x.q.shape:
+        return grad
+    K, tile = x.q.shape[-1], _rows_tile(x.q.shape[-1])
+    M, dx = x.q.numel() // K, x.buffer(x.q.shape)
+    group = grad.shape[2] // x.q.shape[2]
+    wrap_triton(sum_heads_kernel)[(cdiv(M, tile["BLOCK_M"]),)](grad, raw, dx, M, K, group, L2_EPS, **tile)
+    return dx
 
 
 @dataclass(frozen=True)
@@ -243,15 +253,23 @@ def _state_tile(x: Inputs, *, outputs: bool = False, rests: bool = False, backwa
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
     if block_k > 128:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
-    most, stages = 64, _stages(x)
-    if backward:  # a correction's gradient has more in registers; of channels, in shared memory too, which two fill
-        most, stages = (64, stages) if x.beta is None else (32, 1 if x.per_channel else stages)
+    most, warps, room = 64, 4, _stages(x, 3)
+    stages = max(1, room - 1) if outputs or x.per_channel else room  # outputs and channels have operands besides
+    if backward and x.beta is None:
+        is_wide = x.rows * cdiv(x.v.shape[-1], most) >= num_programs(x.q.device, 1)  # so many fill the device
+        most, stages = most if is_wide else 32, _stages(x)
+    elif backward:  # more in registers; of channels, in shared memory too, which two steps fill
+        most, stages = 32, 1 if x.per_channel else _stages(x)
+    elif rests and x.per_channel and x.beta is not None and room > 2:
+        warps = 8
     elif rests:
-        most, stages = (32, _stages(x, 3)) if x.beta is None or x.per_channel else (64, stages)
-    elif outputs:  # whose operands are in shared memory besides; with a correction's, 64 columns spill
-        most, stages = 64 if x.beta is None else 32, max(1, _stages(x, 3) - 1)
+        most, stages = (32, room) if x.beta is None or x.per_channel else (64, _stages(x))
+    elif outputs and x.beta is not None:  # 64 columns spill
+        most = 32
+    elif outputs and not x.per_channel and room > 2:
+        stages = room
     block_v = x.columns(most, x.v.shape[-1])
-    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": 4, "num_stages": stages}
+    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": warps, "num_stages": stages}
 
 
 def _programs(x: Inputs, tile: dict[str, int]) -> int:
@@ -281,11 +299,12 @@ class Forward:
 def _makes_outputs(x: Inputs) -> bool:
     """Return True if the walk makes the outputs too, which reads neither states nor U again.
 
-    A walk whose programs do not fill the device waits longer for each chunk than programs for all chunks at once take.
-    With a correction the blocks of columns are half as many wide, and it takes three programs on each multiprocessor.
+    A walk of few programs waits longer for each chunk than programs for all chunks at once take. With a correction,
+    where the blocks of columns have to be half as wide for it, few are less than three on each multiprocessor, and
+    without one less than one on each second.
     """
-    filling = num_programs(x.q.device, 1 if x.beta is None else 3)
-    return _programs(x, _state_tile(x, outputs=True)) >= filling
+    programs, each = _programs(x, _state_tile(x, outputs=True)), num_programs(x.q.device, 1)
+    return 2 * programs >= each if x.beta is None else programs >= 3 * each
 
 
 def launch_forward(call: Call, *, keep: bool) -> Forward:
@@ -354,8 +373,8 @@ def launch_backward(
     dq, dk, dg, dbeta = (_channel_gradients if x.per_channel else _gradients)(x, m, made)
     width, values = call.q.shape[3], call.v.shape[3]
     return {
-        "q": _sum_heads(dq, call.q, call.l2_norm_qk),
-        "k": _sum_heads(dk, call.k, call.l2_norm_qk),
+        "q": cut(_sum_heads(x, dq, x.raw_q), width),
+        "k": cut(_sum_heads(x, dk, x.raw_k), width),
         "v": cut(dv, values),
         "g": cut(dg, width) if x.per_channel else dg,
         "beta": dbeta,
@@ -385,7 +404,7 @@ def _gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, 
         made.do, x.q, x.k, x.v, made.u, made.dr, x.g, x.beta, x.index, dscores, dkk, dg, dbeta, x.scale,
         T, N, H, HK, K, V, C=x.chunk, **tile,
     )  # fmt: skip
-    dq, dk = (x.buffer((*x.v.shape[:3], K), torch.float32) for _ in range(2))
+    dq, dk = (x.buffer((*x.v.shape[:3], K), _keys_gradient_dtype(x)) for _ in range(2))
     wrap_triton(chunk_keys_backward_kernel)[(x.rows * N * blocks,)](
         made.do, x.q, x.k, made.u, made.dr, x.beta, m.start, m.end, made.states, made.dstates, made.dwhole,
         dscores, dkk, dq, dk, dg[1:], None if dbeta is None else dbeta[1:], x.scale,
@@ -427,10 +446,13 @@ def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, 
     wrap_triton(channel_pairs_backward_kernel)[(x.rows * N * cdiv(K, tile["BLOCK_K"]),)](
         x.q, x.k, x.g, dscores, dkk, dq, dk, dg_part, T, N, H, HK, K, C=x.chunk, LEVELS=x.levels, **tile
     )
-    dg = x.buffer(x.g.shape, x.g.dtype)
+    dg, dtype = x.buffer(x.g.shape, x.g.dtype), _keys_gradient_dtype(x)
+    dq_part, dk_part = dq, dk
+    if dtype != torch.float32:
+        dq, dk = (x.buffer(x.g.shape, dtype) for _ in range(2))
     wrap_triton(channel_keys_backward_kernel)[(x.rows * N * blocks,)](
         made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, made.dwhole, dg_part,
-        dq, dk, dg, None if dbeta is None else dbeta[1:], x.scale,
+        dq_part, dk_part, dq, dk, dg, None if dbeta is None else dbeta[1:], x.scale,
         T, N, H, HK, K, V, x.v.shape[:3].numel(), made.dwhole.shape[2], C=x.chunk, **keys_tile,
     )  # fmt: skip
     return dq, dk, dg, _summed(x, dbeta)
