@@ -60,7 +60,7 @@ class Launcher:
                 parts.append(kind)
             elif kind is TensorDescriptor:
                 described = True
-                parts += (kind, arg.base.dtype, arg.padding, arg.round_f32_to_tf32, *arg.block_shape)
+                parts += (kind, arg.base.dtype, *arg.block_shape)
             else:
                 parts += (kind, arg)
         key = tuple(parts)
