@@ -32,10 +32,14 @@ from llmk.registry import cdiv, empty, next_power_of_2, num_programs, shared_mem
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs as all kernels read them: contiguous and padded; queries and keys normalized where they are to be."""
+    """The inputs as all kernels read them: contiguous and padded; queries and keys normalized where they are to be, and
+    then also as they were.
+    """
 
     q: Tensor
     k: Tensor
+    raw_q: Tensor | None
+    raw_k: Tensor | None
     v: Tensor
     g: Tensor
     beta: Tensor | None
@@ -106,8 +110,9 @@ def inputs(call: Call) -> Inputs:
     g = padded(call.g) if call.g.dim() == 4 else call.g.contiguous()
     initial = None if call.initial_state is None else padded(call.initial_state, 2)
     index = None if call.sequence_ids is None else sequence_indices(call.sequence_ids)
+    raw_q, raw_k = (q, k) if call.l2_norm_qk else (None, None)
     q, k = (_l2_normalized(q), _l2_normalized(k)) if call.l2_norm_qk else (q, k)
-    return Inputs(q, k, v, g, contiguous(call.beta), initial, index, call.factor)
+    return Inputs(q, k, raw_q, raw_k, v, g, contiguous(call.beta), initial, index, call.factor)
 
 
 def _rows_tile(K: int) -> dict[str, int]:
@@ -120,18 +125,6 @@ def _l2_normalized(x: Tensor) -> Tensor:
     M, y = x.numel() // K, empty(x.shape, x.dtype, x.device)
     wrap_triton(l2_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](x, y, M, K, L2_EPS, **tile)
     return y
-
-
-def _sum_heads(grad: Tensor, x: Tensor, l2_norm_qk: bool) -> Tensor:
-    """The gradient of the queries or keys x from those `[B, T, H, K]` of their value heads, padded."""
-    width, x = x.shape[-1], padded(x)
-    K, tile = x.shape[-1], _rows_tile(x.shape[-1])
-    M, dx = x.numel() // K, empty(x.shape, x.dtype, x.device)
-    group = grad.shape[2] // x.shape[2]
-    wrap_triton(sum_heads_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
-        grad, x if l2_norm_qk else None, dx, M, K, group, L2_EPS, **tile
-    )
-    return cut(dx, width)
 
 
 @dataclass(frozen=True)
@@ -193,8 +186,12 @@ def _inverse(x: Inputs, a: Tensor | None) -> Tensor | None:
     if a is None:
         return None
     inverse = _matrix(x)
-    wrap_triton(chunk_inverse_kernel)[(x.rows * x.sizes[1],)](a, inverse, C=x.chunk, num_warps=2)
+    wrap_triton(chunk_inverse_kernel)[(x.rows * x.sizes[1],)](a, inverse, C=x.chunk, **_inverse_tile(x))
     return inverse
+
+
+def _inverse_tile(x: Inputs) -> dict[str, int | str]:
+    return {"PRECISION": "ieee", "num_warps": 2}
 
 
 def _channel_matrices(x: Inputs, kept: Kept | None, *, keep: bool) -> Matrices:
@@ -354,8 +351,8 @@ def launch_backward(
     dq, dk, dg, dbeta = (_channel_gradients if x.per_channel else _gradients)(x, m, made)
     width, values = call.q.shape[3], call.v.shape[3]
     return {
-        "q": _sum_heads(dq, call.q, call.l2_norm_qk),
-        "k": _sum_heads(dk, call.k, call.l2_norm_qk),
+        "q": cut(dq, width),
+        "k": cut(dk, width),
         "v": cut(dv, values),
         "g": cut(dg, width) if x.per_channel else dg,
         "beta": dbeta,
@@ -385,13 +382,38 @@ def _gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, 
         made.do, x.q, x.k, x.v, made.u, made.dr, x.g, x.beta, x.index, dscores, dkk, dg, dbeta, x.scale,
         T, N, H, HK, K, V, C=x.chunk, **tile,
     )  # fmt: skip
-    dq, dk = (x.buffer((*x.v.shape[:3], K), torch.float32) for _ in range(2))
-    wrap_triton(chunk_keys_backward_kernel)[(x.rows * N * blocks,)](
+    heads = _heads_together(x, blocks)
+    is_finished = heads == H // HK and (x.raw_q is None or blocks == 1)
+    raw_q, raw_k = (x.raw_q, x.raw_k) if is_finished else (None, None)
+    shape = (*x.v.shape[:2], H // heads, K)
+    dq, dk = (x.buffer(shape, x.q.dtype if is_finished else torch.float32) for _ in range(2))
+    wrap_triton(chunk_keys_backward_kernel)[(x.rows // heads * N * blocks,)](
         made.do, x.q, x.k, made.u, made.dr, x.beta, m.start, m.end, made.states, made.dstates, made.dwhole,
-        dscores, dkk, dq, dk, dg[1:], None if dbeta is None else dbeta[1:], x.scale,
-        T, N, H, HK, K, V, x.g.numel(), made.dwhole.shape[2], C=x.chunk, **keys_tile,
+        dscores, dkk, raw_q, raw_k, dq, dk, dg[1:], None if dbeta is None else dbeta[1:], x.scale, L2_EPS,
+        T, N, H, HK, K, V, x.g.numel(), made.dwhole.shape[2], heads, C=x.chunk, **keys_tile,
     )  # fmt: skip
+    if not is_finished:
+        dq, dk = _sum_heads(dq, x.q, x.raw_q), _sum_heads(dk, x.k, x.raw_k)
     return dq, dk, sum_partials(dg, x.g.dtype), _summed(x, dbeta)
+
+
+def _heads_together(x: Inputs, blocks: int) -> int:
+    """How many value heads of a key head one program sums the gradients of: all, or as many as leave programs for each
+    chunk and block of channels that fill the device some times over.
+    """
+    _, N, H, HK, *_ = x.sizes
+    group, programs = H // HK, x.rows * N * blocks
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    return max((n for n in divisors if programs // n >= num_programs(x.q.device, 8)), default=1)
+
+
+def _sum_heads(grad: Tensor, x: Tensor, raw: Tensor | None) -> Tensor:
+    """The gradient of the queries or keys x from its parts `[B, T, parts, K]`, or of these before their norm."""
+    K, tile = x.shape[-1], _rows_tile(x.shape[-1])
+    M, dx = x.numel() // K, empty(x.shape, x.dtype, x.device)
+    parts = grad.shape[2] // x.shape[2]
+    wrap_triton(sum_heads_kernel)[(cdiv(M, tile["BLOCK_M"]),)](grad, raw, dx, M, K, parts, L2_EPS, **tile)
+    return dx
 
 
 def _summed(x: Inputs, dbeta: Tensor | None) -> Tensor | None:
@@ -406,8 +428,7 @@ def _keys_tile(x: Inputs) -> dict[str, int]:
     K, V = x.sizes[-2:]
     if x.is_float32:
         return {"BLOCK_K": x.columns(16, K), "BLOCK_V": x.columns(16, V), "num_warps": 8, "num_stages": 1}
-    block_k = x.columns(64 if x.beta is None and not x.per_channel else 32, K)
-    return {"BLOCK_K": block_k, "BLOCK_V": x.columns(64, cdiv(V, 2)), "num_warps": 4, "num_stages": _stages(x)}
+    return {"BLOCK_K": x.columns(32, K), "BLOCK_V": x.columns(64, cdiv(V, 2)), "num_warps": 4, "num_stages": _stages(x)}
 
 
 def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -427,10 +448,15 @@ def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, 
     wrap_triton(channel_pairs_backward_kernel)[(x.rows * N * cdiv(K, tile["BLOCK_K"]),)](
         x.q, x.k, x.g, dscores, dkk, dq, dk, dg_part, T, N, H, HK, K, C=x.chunk, LEVELS=x.levels, **tile
     )
-    dg = x.buffer(x.g.shape, x.g.dtype)
+    dg, is_finished = x.buffer(x.g.shape, x.g.dtype), H == HK and x.raw_q is None
+    dq_part, dk_part = dq, dk
+    if is_finished:
+        dq, dk = (x.buffer(x.g.shape) for _ in range(2))
     wrap_triton(channel_keys_backward_kernel)[(x.rows * N * blocks,)](
         made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, made.dwhole, dg_part,
-        dq, dk, dg, None if dbeta is None else dbeta[1:], x.scale,
+        dq_part, dk_part, dq, dk, dg, None if dbeta is None else dbeta[1:], x.scale,
         T, N, H, HK, K, V, x.v.shape[:3].numel(), made.dwhole.shape[2], C=x.chunk, **keys_tile,
     )  # fmt: skip
+    if not is_finished:
+        dq, dk = _sum_heads(dq, x.q, x.raw_q), _sum_heads(dk, x.k, x.raw_k)
     return dq, dk, dg, _summed(x, dbeta)
