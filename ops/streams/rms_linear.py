@@ -143,16 +143,23 @@ def rms_linear_sum_kernel(
 
 @jit
 def rms_linear_rows_kernel(
-    dy_ptr, y_ptr, ms_ptr, scaled_ptr, of_x_ptr, M, K, P, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr
-):
-    """Compute r dy and sum(dy * y) r^2 / K of rows."""
+    dy_ptr, y_ptr, ms_ptr, scaled_ptr, of_x_ptr, M, K, P,
+    PARTS: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Compute r dy of rows, or its PARTS, and sum(dy * y) r^2 / K."""
     rows, outs = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_P)
     mask = (rows < M)[:, None] & (outs < P)[None, :]
     offsets = (rows * P)[:, None] + outs[None, :]
     dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0)
     y = tl.load(y_ptr + offsets, mask=mask, other=0.0)
     ms = tl.load(ms_ptr + rows, mask=rows < M, other=1.0)
-    tl.store(scaled_ptr + offsets, dy * tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None], mask=mask)
+    scaled = dy * tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None]
+    if PARTS:
+        parts = _parts(scaled, WIDEN)
+        for i in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
+            tl.store(scaled_ptr + i * tl.cast(M, tl.int64) * P + offsets, parts[i].to(tl.bfloat16), mask=mask)
+    else:
+        tl.store(scaled_ptr + offsets, scaled, mask=mask)
     tl.store(of_x_ptr + rows, tl.div_rn(tl.sum(dy * y, axis=1), ms * K), mask=rows < M)
 
 
@@ -169,22 +176,28 @@ def rms_linear_backward_kernel(
     w = tl.load(w_ptr + outs[:, None] * K + cols[None, :], mask=w_mask, other=0.0).to(tl.float32)
     if PARTS:
         w_high, w_middle, _w_low = _parts(w, WIDEN)
+        part = tl.cast(M, tl.int64) * P
     dw = tl.zeros((BLOCK_K, BLOCK_P), dtype=tl.float32)
     for start in tl.range(share * BLOCK_M, M, shares * BLOCK_M, num_stages=2):
         rows = start + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & (outs < P)[None, :]
-        dy = tl.load(scaled_ptr + (rows * P)[:, None] + outs[None, :], mask=mask, other=0.0)
+        dy_ptrs = scaled_ptr + (rows * P)[:, None] + outs[None, :]
+        dy = tl.load(dy_ptrs, mask=mask, other=0.0)
         of_x = tl.load(of_x_ptr + rows, mask=rows < M, other=0.0)
         x_mask = (rows < M)[:, None] & (cols < K)[None, :]
         x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=x_mask, other=0.0)
         dx = -of_x[:, None] * x.to(tl.float32)
         if PARTS:  # dx is rounded to bfloat16: what three products leave out is 2**-16 of a term
-            high, middle, _low = _parts(dy, WIDEN)
+            high = dy.to(w_high.dtype)
+            middle = tl.load(dy_ptrs + part, mask=mask, other=0.0).to(w_high.dtype)
+            low = tl.load(dy_ptrs + 2 * part, mask=mask, other=0.0).to(w_high.dtype)
             dx = tl.dot(high, w_high, tl.dot(high, w_middle, tl.dot(middle, w_high, dx)))
+            columns = tl.trans(x.to(w_high.dtype))
+            dw = tl.dot(columns, low, tl.dot(columns, middle, tl.dot(columns, high, dw)))
         else:
             dx = tl.dot(dy, w, dx, input_precision=PRECISION)
+            dw = tl.dot(tl.trans(x.to(tl.float32)), dy, dw, input_precision=PRECISION)
         tl.store(dx_ptr + (rows * K)[:, None] + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=x_mask)
-        dw = _add_product(tl.trans(x), dy, dw, PARTS, PRECISION, WIDEN)
     if partial_ptr is not None:
         partial_ptrs = partial_ptr + (share * P + outs)[None, :] * K + cols[:, None]
         tl.store(partial_ptrs, dw, mask=(cols < K)[:, None] & (outs < P)[None, :])
@@ -225,10 +238,11 @@ def _rms_linear_bwd(
     x, (P, K) = as_rows(input), weight.shape
     tile = _tile(x, P, 128 if input.dtype == torch.bfloat16 else 64)
     M, blocks = x.shape[0], cdiv(K, tile["BLOCK_K"])
-    scaled, of_x = empty((M, P), torch.float32, x.device), empty((M,), torch.float32, x.device)
+    of_x = empty((M,), torch.float32, x.device)
+    scaled = empty((3, M, P), torch.bfloat16, x.device) if tile["PARTS"] else empty((M, P), torch.float32, x.device)
     wrap_triton(rms_linear_rows_kernel)[(cdiv(M, 32),)](
         grad.contiguous(), output.contiguous(), ms.contiguous(), scaled, of_x, M, K, P,
-        BLOCK_M=32, BLOCK_P=tile["BLOCK_P"], num_warps=4,
+        PARTS=tile["PARTS"], WIDEN=INTERPRET, BLOCK_M=32, BLOCK_P=tile["BLOCK_P"], num_warps=4,
     )  # fmt: skip
     shares = grid_cap(cdiv(M, tile["BLOCK_M"]), max(1, num_programs(x.device, 8) // blocks))
     dx = empty(input.shape, input.dtype, x.device)
