@@ -32,6 +32,7 @@ from torch import Tensor
 
 from llmk.ops.common.math import exp
 from llmk.ops.common.samples import normal_resized, normal_workloads
+from llmk.ops.streams._patterns import SINKHORN
 from llmk.registry import (
     Cost,
     KernelOp,
@@ -219,6 +220,7 @@ def sinkhorn_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     resized=normal_resized(lambda rows: ((rows, 4, 4),)),
     workloads=normal_workloads([(8192, 4, 4), (16384, 4, 4)], lambda *shape: [shape]),
     cost=Cost.passes(2, 5),
+    patterns=SINKHORN,
 )
 def sinkhorn(input: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
     """Matrices whose columns sum to 1, and their rows as far as so many iterations go. In float32 with one rounding.
