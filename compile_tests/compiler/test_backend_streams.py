@@ -10,34 +10,38 @@ from torch.func import functional_call
 
 from compile_tests.helpers.backend_checks import require_equal
 from compile_tests.spellings.registry import tensors
-from compile_tests.spellings.streams import EPS, ITERATIONS, H, N, T, columns_and_rows_in_turn
+from compile_tests.spellings.streams import (
+    EPS,
+    ITERATIONS,
+    H,
+    N,
+    T,
+    columns_and_rows_in_turn,
+    normalized_first,
+    normalized_later,
+    over_root_mean_square,
+)
 
 BFLOAT16 = torch.bfloat16
 
 
-def norm(x: Tensor) -> Tensor:
-    return torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
-
-
-def normalized_first(x: Tensor, weight: Tensor) -> Tensor:
-    row = x.float()
-    return F.linear(row * norm(row), weight.float())
-
-
-def normalized_later(x: Tensor, weight: Tensor) -> Tensor:
-    row = x.float()
-    return F.linear(row, weight.float()) * norm(row)
-
-
 @pytest.mark.parametrize("fn", [normalized_first, normalized_later])
-def test_products_with_normalized_rows(fn: Callable[..., Tensor]) -> None:
-    x, weight = tensors([(T, 16), (5, 16)], BFLOAT16)
-    for w in (weight, weight.float().detach().requires_grad_()):
-        assert require_equal(fn, [x, w]).replaced == {"rms_linear": 1}
+def test_weights_of_normalized_rows_may_be_float32(fn: Callable[..., Tensor]) -> None:
+    (x,), (weight,) = tensors([(T, 16)], BFLOAT16), tensors([(5, 16)])
+    assert require_equal(fn, [x, weight]).replaced == {"rms_linear": 1}
 
 
-def test_rows_of_float32_are_left_to_the_library() -> None:
-    assert require_equal(normalized_later, tensors([(T, 16), (5, 16)])).replaced == {}
+def of_float32(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight) * over_root_mean_square(x)
+
+
+def of_many_outputs(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x.float(), weight.float()) * over_root_mean_square(x.float())
+
+
+@pytest.mark.parametrize(("fn", "outputs", "dtype"), [(of_float32, 5, torch.float32), (of_many_outputs, 65, BFLOAT16)])
+def test_products_that_are_left_to_the_library(fn: Callable[..., Tensor], outputs: int, dtype: torch.dtype) -> None:
+    assert require_equal(fn, tensors([(T, 16), (outputs, 16)], dtype)).replaced == {}
 
 
 @pytest.mark.parametrize(("family", "prefix"), [("deepseek_v4", "DeepseekV4"), ("glm5_next", "Glm5NextText")])

@@ -1,6 +1,7 @@
 """Hyper-connections in plain PyTorch."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compile_tests.spellings.registry import spelling
@@ -34,3 +35,21 @@ def mixed_streams(x: Tensor, f: Tensor, q: Tensor, mix: Tensor) -> Tensor:
 @spelling("write_streams", (2, T, N, H), (2, T, H), (2, T, N), (2, T, N, N))
 def mixed_in_float32(x: Tensor, f: Tensor, q: Tensor, mix: Tensor) -> Tensor:
     return (mix.float().mT @ x.float() + f.float()[..., None, :] * q[..., None]).to(x.dtype)
+
+
+def over_root_mean_square(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+
+
+@spelling("rms_linear", (T, 16), (5, 16))
+def normalized_first(x: Tensor, weight: Tensor) -> Tensor:
+    """As DeepSeek-V4 has it, of streams in 16 bits."""
+    row = x.to(torch.bfloat16).float()
+    return F.linear(row * over_root_mean_square(row), weight.float())
+
+
+@spelling("rms_linear", (T, 16), (5, 16))
+def normalized_later(x: Tensor, weight: Tensor) -> Tensor:
+    """As HY-V4 has it."""
+    row = x.to(torch.bfloat16).float()
+    return F.linear(row, weight.float()) * over_root_mean_square(row)
