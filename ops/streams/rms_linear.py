@@ -35,6 +35,7 @@ from torch import Tensor
 from llmk.ops.common.rows import as_rows
 from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_partials
+from llmk.ops.streams._patterns import RMS_LINEAR
 from llmk.registry import (
     REPLICATE,
     Cost,
@@ -327,6 +328,7 @@ def rms_linear_cost(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Cost:
     resized=normal_resized(lambda rows: ((rows, 48), (24, 48))),
     workloads=rms_linear_workloads,
     cost=rms_linear_cost,
+    patterns=RMS_LINEAR,
 )
 def rms_linear(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """A linear layer with few outputs of rows divided by their root mean square, in float32.
