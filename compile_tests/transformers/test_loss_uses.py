@@ -180,6 +180,36 @@ def test_known_uses_are_fused_until_a_number_changes() -> None:
     }
 
 
+class ByNames(Model):
+    """Losses of arguments by their names, of logits whose width is asked for."""
+
+    def forward(self, input_ids=None, labels=None):  # type: ignore[override]
+        logits = self.lm_head(self.hidden(input_ids))
+        loss = None
+        if labels is not None:
+            criterion = nn.CrossEntropyLoss()
+            loss = criterion(logits.view(-1, logits.size(-1)), target=labels.view(-1))
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class ByNamesOfTransformers(Model):
+    def forward(self, input_ids=None, labels=None):  # type: ignore[override]
+        logits = self.lm_head(self.hidden(input_ids))
+        loss = None
+        if labels is not None:
+            rows = {"vocab_size": self.config.vocab_size}
+            loss = self.loss_function(logits=logits.view(-1, logits.size(-1)), labels=labels.view(-1), **rows)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("cls", [ByNames, ByNamesOfTransformers])
+def test_a_loss_of_arguments_by_their_names(cls: type[Model]) -> None:
+    model = cls(small_model("Llama").config).train()
+    original = copy.deepcopy(model)
+    assert patch(model).replaced["loss"] == 1
+    assert assert_same_training(model, original, input_ids=tokens(2, 7)).logits is None
+
+
 class OtherLoss(Model):
     @staticmethod
     def loss_function(logits: Tensor, labels: Tensor, vocab_size: int, smoothing: float = 0.0) -> Tensor:  # type: ignore[override]

@@ -31,7 +31,7 @@ class CausalMask(Edit):
         definition.body.insert(0, ast.Assign([ast.Name("llmk_given", ast.Store())], ast.Tuple(given, ast.Load())))
         return {"llmk_mask": mask_if_needed}
 
-    def _asked(self, node: ast.AST) -> ast.AST:
+    def _asked(self, node: Any) -> ast.AST:
         is_one = isinstance(node, ast.Name) and node.id in self.names
         return ast.Call(load("llmk_mask"), [node, load("llmk_given")], []) if is_one else node
 

@@ -107,14 +107,14 @@ def rewritten(function: Any, edits: tuple[Edit, ...]) -> FunctionType:
 
 
 class _Replaced(ast.NodeTransformer):
-    def __init__(self, new: Callable[[Any], ast.AST]) -> None:
+    def __init__(self, new: Callable[[Any], Any]) -> None:
         self._new = new
 
     def visit(self, node: ast.AST) -> Any:
         return self._new(self.generic_visit(node))
 
 
-def replace(node: ast.AST, new: Callable[[Any], ast.AST]) -> None:
+def replace(node: ast.AST, new: Callable[[Any], Any]) -> None:
     """Put `new(n)` in the place of every node n inside of a node, the innermost first."""
     _Replaced(new).generic_visit(node)
 
