@@ -15,12 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput  # noqa: E402
 from compile_tests.helpers.families import assert_same_training, small_model, tokens  # noqa: E402
 from llmk.transformers import patch  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device):
-    transformers.logging.set_verbosity_error()
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 class Model(transformers.LlamaForCausalLM):
