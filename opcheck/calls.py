@@ -398,5 +398,5 @@ def violation_of(
         return None
     # Or terms cancel, of which another order of the sums leaves another rounding.
     cancelled = reference.cancelled(i)
-    others, bound = [*others, (exact + cancelled, exact)], bound + ROUNDINGS * cancelled
+    others, bound = [*others, (exact + ROUNDINGS * cancelled, exact)], torch.maximum(bound, cancelled)
     return accuracy_violation(actual, composition, exact, factor, others, bound)

@@ -13,7 +13,8 @@ place of p where the inputs move by theirs, so that every neighbour has the same
 enough to round it anew, and count where a result moves about as far as its error bound says: as a tangent goes.
 
 Where a result cancels, the composition may lose nothing and another order of the same sums something. So before a
-result is called wrong, the reference also runs with a rounding in every operation (`Roundings` in roundings.py).
+result is called wrong, the reference also runs with the error of every operation followed (`Roundings` in
+roundings.py).
 """
 
 from collections import OrderedDict
@@ -37,7 +38,9 @@ DRAWS = 8
 MORE_DRAWS = 32
 """The draws before a result is called wrong."""
 CANCELS = 16
-"""Units of float32 by which a result moves whose terms are so much larger that four bits of it are lost, or more."""
+"""The roundings by which a result moves whose terms are so much larger that four bits of it are lost, or more."""
+RMS_OF_ROUNDING = 12**-0.5
+"""The root mean square of the errors of rounding to the nearest number, in units in the last place."""
 _MOST_KEPT = 64
 
 
@@ -52,7 +55,7 @@ class Reference:
         self.given = [grad if grad is None else grad.detach().clone() for grad in given]
         self.wanted = differentiable_inputs(op, sample) if any(grad is not None for grad in given) else []
         self._moved: dict[float, list[list[Tensor | None]]] = {}
-        self._rounded: dict[float, list[list[Tensor | None]]] = {}
+        self._errors: dict[float, list[Tensor | None]] = {}
 
     def nudge(self, seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
         return nudged(seed, dtype, by)
@@ -112,18 +115,19 @@ class Reference:
         return torch.stack(errors).mean(0).sqrt().nan_to_num(0.0, posinf=0.0)
 
     def cancelled(self, result: int) -> Tensor:
-        """Return what roundings within the formula move each element by whose terms cancel, and 0 for the others.
+        """Return the error that roundings within the formula leave in each element whose terms cancel, 0 in the others.
 
-        Terms cancel where the roundings of float32, in which kernels compute, move a result by more than CANCELS units:
-        a chain of n operations without it moves its result by some sqrt(n).
+        Terms cancel where the roundings of float32, in which kernels compute, move a result by more than CANCELS of its
+        own: a chain of n operations without it moves its result by some sqrt(n).
         """
         exact = self.exact[result]
         assert exact is not None
         moved = self.moved_within(result)
-        return torch.where(moved > CANCELS * torch.finfo(torch.float32).eps * exact.abs(), moved, 0.0)
+        cancels = moved > CANCELS * torch.finfo(torch.float32).eps * exact.abs()
+        return torch.where(cancels, RMS_OF_ROUNDING * moved, 0.0)
 
     def moved_within(self, result: int) -> Tensor:
-        """Return what roundings within the formula move each element by: those of float32.
+        """Return what roundings within the formula move each element by: of a unit of float32 each.
 
         Of an element that roundings to the result's dtype move by more than itself nothing is left to say how large its
         terms are: it may be off by as much as any other such.
@@ -131,19 +135,19 @@ class Reference:
         exact = self.exact[result]
         assert exact is not None
         moved = self._moved_within(result, self.unit(result))
-        lost = moved > exact.abs()
+        lost = RMS_OF_ROUNDING * moved > exact.abs()
         largest = torch.where(lost, moved, 0.0).max() if moved.numel() else moved
         return torch.where(lost, largest, self._moved_within(result, torch.finfo(torch.float32).eps))
 
     def _moved_within(self, result: int, unit: float) -> Tensor:
-        """Return the root mean square over some draws of a rounding in each operation."""
-        if unit not in self._rounded:
-            self._rounded[unit] = []
-            for seed in range(NEIGHBOURS):
-                with Roundings(seed, unit):
-                    self._rounded[unit].append(self.run(to_float64))
-        squares = [(rounded[result] - self.exact[result]).square() for rounded in self._rounded[unit]]  # type: ignore[operator]
-        return torch.stack(squares).mean(0).sqrt().nan_to_num(0.0, posinf=0.0)
+        """Return the errors of a result whose formula rounds to such a unit in each operation."""
+        if unit not in self._errors:
+            with Roundings(unit) as roundings:
+                found = self.run(to_float64)
+            self._errors[unit] = [None if value is None else roundings.error_of(value) for value in found]
+        errors = self._errors[unit][result]
+        assert errors is not None
+        return errors
 
     def unit(self, result: int) -> float:
         """Return the relative distance by which the inputs move for a result's error bound: the finest dtype's."""

@@ -321,10 +321,10 @@ right("logsumexp", logsumexp, lambda x: x.logsumexp(-1), "x")
 
 
 def online_softmax(x: Tensor) -> Tensor:
-    """Compute the softmax in two blocks of columns, as kernels that stream do."""
+    """Compute the softmax in two blocks of columns, as kernels that stream do: their maxima have no gradient."""
     first, second = x.tensor_split(2, dim=-1)
     m1, m2 = first.amax(-1, keepdim=True), second.amax(-1, keepdim=True)
-    m = torch.maximum(m1, m2)
+    m = torch.maximum(m1, m2).detach()
     total = (first - m).exp().sum(-1, keepdim=True) + (second - m).exp().sum(-1, keepdim=True)
     return (x - m).exp() / total
 
