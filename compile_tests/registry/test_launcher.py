@@ -9,6 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compile_tests.helpers.observers import WATCHERS, watch
 from llmk.ops.pointwise.gated_units import gated_unit_kernel
@@ -65,6 +66,10 @@ storage = torch.zeros(64)
 aligned, shifted = storage[:32], storage[1:32]
 
 
+def described(x: Tensor, block: int) -> TensorDescriptor:
+    return TensorDescriptor(x.view(2, 16), [2, 16], [16, 1], [2, block])
+
+
 def test_the_second_launch_is_direct() -> None:
     kernel = Kernel()
     launching = Launcher(kernel)
@@ -87,6 +92,7 @@ def test_the_second_launch_is_direct() -> None:
         ((aligned, None, True), {}),
         ((aligned, None, 48), {"EVEN": False}),
         ((aligned, None, 48), {"num_warps": 8}),
+        ((described(aligned, 16), None, 48), {}),
     ],
 )
 def test_what_is_built_again(args: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -97,6 +103,18 @@ def test_what_is_built_again(args: tuple[Any, ...], constants: dict[str, Any]) -
     for _ in range(2):
         launching[(1,)](*args, **usual | constants)
     assert len(kernel.built) == 2
+
+
+def test_a_described_tensor_is_launched_directly_by_its_dtype_and_block() -> None:
+    kernel = Kernel()
+    launching = Launcher(kernel)
+    usual = {"EVEN": True, "BLOCK": 16, "num_warps": 4}
+    first = described(aligned, 16)
+    for x in [first, described(aligned * 2, 16), described(aligned, 8), described(aligned.half(), 16)]:
+        assert launching[(1,)](x, None, 48, **usual) is None  # nothing that a cached call could repeat
+    assert len(kernel.built) == 3
+    (run,) = kernel.built[0].runs
+    assert isinstance(run[9], TensorDescriptor)
 
 
 def test_it_tells_apart_what_triton_does() -> None:

@@ -31,15 +31,19 @@ def product_tile_sizes(N: int, K: int, element_size: int) -> dict[str, int]:
 
 
 @jit
-def grouped_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Return the first row and the first column of this program's tile."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    group = tl.program_id(0) // (GROUP_M * tiles_n)
+def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Return the row and the column of a tile in a grid of so many."""
+    group = tile // (GROUP_M * tiles_n)
     group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    within = tl.program_id(0) % (GROUP_M * tiles_n)
-    first_row = ((group * GROUP_M + within % group_rows) * BLOCK_M).to(tl.int64)
-    first_col = ((within // group_rows) * BLOCK_N).to(tl.int64)
-    return first_row, first_col
+    within = tile % (GROUP_M * tiles_n)
+    return group * GROUP_M + within % group_rows, within // group_rows
+
+
+@jit
+def first_of_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Return the first row and the first column of this program's tile."""
+    row, col = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    return (row * BLOCK_M).to(tl.int64), (col * BLOCK_N).to(tl.int64)
 
 
 @jit

@@ -14,7 +14,7 @@ from llmk.ops.common.products import (
     BLOCK_N,
     MAX_STRIDE,
     column_halves,
-    grouped_tile,
+    first_of_tile,
     product_tile,
     product_tile_sizes,
 )
@@ -52,7 +52,7 @@ def matmul_activation_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    first_row, first_col = grouped_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    first_row, first_col = first_of_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     z = product_tile(
         x_ptr, w_ptr, first_row, first_col, M, N, K, x_stride_m, x_stride_k, w_stride_n, w_stride_k,
         EVEN_K, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,

@@ -40,38 +40,41 @@ class Launcher:
         device = active.get_current_device()
         parts: list[Any] = [device, *constants, *constants.values()]
         values: list[Any] = []
+        described = False
         for arg in args:
-            if isinstance(arg, Tensor):
-                address = arg.data_ptr()
-                values.append(address)
-                parts += (arg.dtype, not address & 15)
-                continue
-            values.append(arg)
             kind = type(arg)
-            if kind is int:  # Triton tells apart 1, multiples of 16, and what needs 64 bits
+            if arg is None:
+                parts.append(None)
+            elif kind is int:  # Triton tells apart 1, multiples of 16, and what needs 64 bits
                 if -_INT32 <= arg < _INT32:
                     parts.append("1" if arg == 1 else "16" if not arg & 15 else "int")
                 elif -_INT64 <= arg < _INT64:
                     parts.append(_LONG[not arg & 15])
                 else:
-                    self._refuse(arg, len(values) - 1)
+                    self._refuse(arg, len(values))
+            elif kind is Tensor or isinstance(arg, Tensor):
+                address = arg.data_ptr()
+                parts += (arg.dtype, not address & 15)
+                values.append(address)
+                continue
             elif kind is float:  # the type, not the value
                 parts.append(kind)
-            elif kind is TensorDescriptor:  # Triton encodes it anew for each launch
-                self.kernel[grid](*args, **constants, **OPTIONS)
-                return None
+            elif kind is TensorDescriptor:
+                described = True
+                parts += (kind, arg.base.dtype, *arg.block_shape)
             else:
                 parts += (kind, arg)
+            values.append(arg)
         key = tuple(parts)
         built = self._built.get(key)
         if built is None:
             built = self._built[key] = self._build(grid, args, constants)
-            return built
+            return None if described else built
         run, function, metadata, rest = built
         x, y, z = (*grid, 1, 1)[:3]
         stream = active.get_current_stream(device)
         run(x, y, z, stream, function, metadata, None, None, None, *values, *rest)
-        return built
+        return None if described else built  # the next launch describes other addresses
 
     def _refuse(self, number: int, position: int) -> None:
         name = list(self.kernel.signature.parameters)[position]

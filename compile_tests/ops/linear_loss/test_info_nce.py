@@ -103,6 +103,19 @@ def test_far_logits(device: torch.device) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("scale", [20.0, 400.0])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_tiles_without_pairs(scale: float, symmetric: bool, device: torch.device) -> None:
+    """Whole tiles that hold negatives alone; at the larger scale softmaxes lie too far apart for one exponential."""
+    sides = torch.randn(3, 290, 16, generator=RANDOM)
+    sides = F.normalize(sides, dim=-1).to(device, torch.bfloat16)
+    factor = torch.tensor(scale, device=device)
+    options = {"negatives": sides[2, :100], "scale": factor, "symmetric": symmetric, "reduction": "none"}
+    sample = Sample((sides[0], sides[1]), options, why="several tiles")
+    require_accurate(OP, sample, call(OP, sample))
+
+
+@pytest.mark.kernels
 def test_merging(device: torch.device) -> None:
     """More parts than a block of them, some of them empty, after others."""
     impl = (KERNELS if device.type == "cuda" or INTERPRET else PYTORCH).contrastive

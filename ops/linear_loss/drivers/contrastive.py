@@ -42,6 +42,8 @@ from llmk.registry.private.processes import group_named
 
 REDUCTIONS = ("none", "sum", "mean")
 INTEGERS = (torch.int64, torch.int32)
+STATISTICS_CHUNKS = 16
+"""The chunks of products that take as much memory as the parts of statistics that a tile leaves in place of its own."""
 SMALLEST_FACTOR = 2.0**-48
 """The smallest factor that the scale of float16 gradients makes up for. Float16's normal range of 2**29 is left below
 it, and for a factor of 2**-77 a float16 gradient of float16 embeddings is 0."""
@@ -114,7 +116,7 @@ class ContrastiveCall(FromArguments):
             return torch.full((), 1 / self.temperature, dtype=torch.float32, device=self.query.device)
         return self.scale.float().view(()) / self.temperature
 
-    def rows(self, impl: Implementation) -> LogitRows:
+    def rows(self, impl: Implementation, *, gradients: bool) -> LogitRows:
         """Return the queries as the rows of a linear layer, whose weight the keys are."""
         query, keys = self.query, self.gather(_joined(self.key, self.negatives))
         stored = stores_products(query, impl)
@@ -122,6 +124,8 @@ class ContrastiveCall(FromArguments):
             query, keys = query.contiguous(), keys.contiguous()
         sizes = query.shape[0], query.shape[1], keys.shape[0], query.dtype
         chosen = plan(*sizes, on_host=impl.on_host, chunk_size=self.chunk_size, matrices=int(stored))
+        if not (stored or gradients):
+            chosen = replace(chosen, chunk_rows=chosen.chunk_rows * STATISTICS_CHUNKS)
         if self.group_name:  # the sum over the ranks is rounded
             chosen = replace(chosen, rounded_sums=False)
         layer = projection_of(query, Weights(keys, None, None, Transform()), None, not impl.on_host)
@@ -206,7 +210,7 @@ def _losses(stats: Tensor, pairs: Tensor) -> Tensor:
 
 def _forward(impl: Implementation, call: ContrastiveCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss, and the statistics of this rank's rows, `[2, N]`, and of all columns, `[2, R M]`."""
-    queries, factor, key_ids = call.rows(impl), call.factor(), call.ids_of_keys()
+    queries, factor, key_ids = call.rows(impl, gradients=False), call.factor(), call.ids_of_keys()
     rows, pairs, columns = [], [], None
     for block in queries.blocks():
         given = _products(queries, block), call.similarities(factor, key_ids, block.rows)
@@ -237,7 +241,7 @@ def _backward(
     need_query: bool, need_key: bool, need_negatives: bool, need_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Make the products again, and the gradients that are needed."""
-    queries, factor, key_ids = call.rows(impl), call.factor(), call.ids_of_keys()
+    queries, factor, key_ids = call.rows(impl, gradients=True), call.factor(), call.ids_of_keys()
     row_grads, need = call.loss_gradients(grad), (need_query, need_key or need_negatives, False)
     column_grads = call.to_keys(row_grads) if call.symmetric else None
     key_dtype = torch.float32 if call.group_name else call.key.dtype

@@ -1,13 +1,13 @@
 """The kernels of `products.py`: the three products with their epilogues, and what stands between them.
 
-Tiles of logits are numbered rows first, so that the programs that run at
-the same time share a block of the weight; those of gradients in groups of GROUP_M rows of tiles.
+Tiles are numbered in groups of GROUP_M rows of tiles, so that the programs that run at the same time share blocks of
+both operands.
 """
 
 import triton.language as tl
 
 from llmk.ops.common.math import LOG2E, cap, cap_slope, exp, log1p
-from llmk.ops.common.products import column_eighths, column_halves, column_quarters, product
+from llmk.ops.common.products import column_eighths, column_halves, column_quarters, grouped_tile, product
 from llmk.registry import jit
 
 NEAR: tl.constexpr = tl.constexpr(8.0)
@@ -107,7 +107,7 @@ def logits_kernel(
     GRADIENTS: tl.constexpr, LOGITS: tl.constexpr, MOMENTS: tl.constexpr, DIRECT: tl.constexpr, ROUNDED: tl.constexpr,
     FLOAT16: tl.constexpr, DESCRIBED: tl.constexpr, P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr,
     PROGRAMS: tl.constexpr, PIECES: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles of x W^T, and of their rows either exponentials with their sums, or GRADIENTS.
 
@@ -126,8 +126,8 @@ def logits_kernel(
     LOW: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
     SCALE: tl.constexpr = 32768.0 if FLOAT16 else 1.0
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
-        first_row, col_tile = (tile % tiles_m) * BLOCK_M, tile // tiles_m
-        first_col = col_tile * BLOCK_N
+        row_tile, col_tile = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        first_row, first_col = row_tile * BLOCK_M, col_tile * BLOCK_N
         z = product(
             x, w, first_row, first_col, end, V, H, x_stride, 1, w_stride_v, w_stride_h,
             DESCRIBED, False, True, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
@@ -496,10 +496,8 @@ def input_gradient_kernel(
     tile = tl.program_id(0)
     if tile >= tiles_m * tiles_n:
         return
-    group = tile // (GROUP_M * tiles_n)
-    group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    within = tile % (GROUP_M * tiles_n)
-    first_row, first_col = (group * GROUP_M + within % group_rows) * BLOCK_M, (within // group_rows) * BLOCK_N
+    row_tile, col_tile = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+    first_row, first_col = row_tile * BLOCK_M, col_tile * BLOCK_N
     dx = product(
         p, w, first_row, first_col, end, H, V, p_stride, 1, w_stride_h, w_stride_v,
         DESCRIBED, False, False, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
@@ -525,7 +523,7 @@ def input_gradient_kernel(
 def weight_gradient_kernel(
     p, x, total, count_ptr, scale_ptr, V, H, p_stride, x_stride,
     ADD: tl.constexpr, DESCRIBED: tl.constexpr, T_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr,
-    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles of P^T x over the rows that count, or add them to what is there, rounded once."""
@@ -535,10 +533,8 @@ def weight_gradient_kernel(
     if ADD:
         tiles = tl.where(end > 0, tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=T_DESCRIBED):
-        group = tile // (GROUP_M * tiles_n)
-        group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-        within = tile % (GROUP_M * tiles_n)
-        first_row, first_col = (group * GROUP_M + within % group_rows) * BLOCK_M, (within // group_rows) * BLOCK_N
+        row_tile, col_tile = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        first_row, first_col = row_tile * BLOCK_M, col_tile * BLOCK_N
         dw = product(
             p, x, first_row, first_col, V, H, end, 1, p_stride, 1, x_stride,
             DESCRIBED, True, False, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
