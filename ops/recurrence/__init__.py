@@ -86,14 +86,16 @@ of the same half where that is a second one, and over j < s where it is a first 
 the chunk's first state belongs to, e_j where j is not in that of the last token, and d_C where these two differ.
 
 **Kernels.** `chunk_scores_kernel` and `chunk_inverse_kernel` make d, e, P, A and T of every chunk, the inverse in
-float32 by blocks of twice the size each time, from 16 rows on as a product of three blocks; `chunk_states_kernel` goes
-from chunk to chunk, a program for each head and block of V, with S in registers, and makes U and O. The backward pass
-repeats the first and the third, which then stores each chunk's S and U, goes back from chunk to chunk in
-`chunk_states_backward_kernel`, and makes M and N + N^T of each chunk in `chunk_scores_backward_kernel`. In
-`chunk_keys_backward_kernel` a program makes the gradients of q and k for one block of channels: a loop over the blocks
-would hold addresses of M and N in registers, and half as many programs would run at once. Parts of the gradients of g
-and beta, and those of a key head by its value heads, are float32 and added in their order: no atomics. The operands of
-each product are rounded once to the dtype of Q; S, T, the decays and all sums are float32.
+float32 by blocks of twice the size each time, from 16 rows on as a product of three blocks, whose operands are three
+products' parts where T is rounded to 16 bits; `chunk_states_kernel` goes from chunk to chunk, a program for each head
+and block of V, with S in registers, and makes U, and O where these programs fill the device. Where they do not,
+`chunk_outputs_kernel` makes O of all chunks at once. The backward pass repeats the first and the third, which then
+stores each chunk's S and U, goes back from chunk to chunk in `chunk_states_backward_kernel`, and makes M and N + N^T of
+each chunk in `chunk_scores_backward_kernel`. In `chunk_keys_backward_kernel` a program makes the gradients of q and k
+for one block of channels: a loop over the blocks would hold addresses of M and N in registers, and half as many
+programs would run at once. Parts of the gradients of g and beta, and those of a key head by its value heads, are
+float32 and added in their order: no atomics. The operands of each product are rounded once to the dtype of Q; S, T, the
+decays and all sums are float32.
 
 With a decay for each channel other kernels take the place of the first: `channel_decays_kernel` makes d Q, d K and e K,
 so that states and outputs come of the same kernel, and `channel_blocks_kernel` and `channel_scores_kernel` make P
@@ -115,9 +117,22 @@ T R and P U. The backward pass has those but Q S and P U again, and 2 C (K (3 C 
 dS, dP and dA, and those that make dQ and dK. It has to read and write the inputs, T, and the gradients of inputs and
 output. For 4 x 4096 tokens with 16 key and 32 value heads of 128, in bfloat16, these are 0.09 and 0.22 trillion
 operations and 0.41 and 0.74 GB. An H200 makes 800 trillion operations a second in such products, and copies 4.3 TB: no
-forward pass takes it less than 0.11 ms, and no backward pass less than 0.28 ms. What goes through memory between
-kernels is 0.6 GB forward and, chiefly the states of all chunks and their gradients, 5.0 GB backward, 0.14 and 1.2 ms at
-that rate.
+forward pass takes it less than 0.11 ms, and no backward pass less than 0.28 ms.
+
+What each kernel reads and writes takes the time below at 4.2 TB a second, beside what it takes on that H200, in
+microseconds; of the backward pass first those of what it makes again:
+
+    forward   l2_norm 64, 65        chunk_scores 80, 163       chunk_inverse 48, 128            chunk_states 128, 397
+    backward  l2_norm 64, 64        chunk_scores 48, 115       chunk_states 223, 308
+              chunk_states_backward 351, 737                   chunk_scores_backward 192, 423
+              chunk_keys_backward 415, 896                     sum_heads 192, 185
+
+That is 0.32 ms of 0.75 forward and 1.5 of 2.8 backward. The walks from chunk to chunk are furthest from it: a chunk's
+products wait for each other, and the 115 KiB and up to 200 registers of a program leave room for two on a
+multiprocessor, half of those of this call. Wider blocks of V read queries and keys less often but take longer, with 4
+warps or 8: fewer programs hide what each waits for. The programs of `chunk_keys_backward_kernel` read dO, U and dR for
+each of four blocks of channels, twice the bytes, though from the second-level cache; one that sums all value heads of a
+key head takes 1294, since it holds addresses of all in 250 registers.
 """
 
 LARGEST_KEY = 256
