@@ -13,6 +13,7 @@ from llmk.registry.devices import INTERPRET
 
 WIDEN = tl.constexpr(INTERPRET)
 """Triton's interpreter multiplies no bfloat16."""
+WHOLE = tl.constexpr("ieee")
 IN_PARTS = tl.constexpr("ieee" if INTERPRET else "bf16x3")
 """The precision of a product of float32 by three of bfloat16, which keep 16 bits; the interpreter has no such."""
 
@@ -201,7 +202,7 @@ def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr):
     Where X has the inverses of the blocks of s rows on the diagonal and L the part of A in the lower left corners of
     those of 2 s, X - X L X has the inverses of these. Where T is rounded to 16 bits the products are made in parts.
     """
-    PRECISION: tl.constexpr = "ieee" if inverse_ptr.dtype.element_ty == tl.float32 else IN_PARTS
+    PRECISION: tl.constexpr = WHOLE if inverse_ptr.dtype.element_ty == tl.float32 else IN_PARTS
     matrix = tl.program_id(0).to(tl.int64) * C * C
     a_ptr += matrix
     _first_inverses(a_ptr, C, PRECISION)
