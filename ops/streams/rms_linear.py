@@ -19,6 +19,9 @@ dW is added to those of the others.
 
 A product of float32 numbers is one of their parts: a number is the sum of three of bfloat16, which tensor cores
 multiply exactly. x in bfloat16 is one such part. Where x is not bfloat16, parts are TF32 numbers.
+
+H200, 8192 x 16384 in bfloat16, 24 outputs: forward 0.14 ms, with the backward pass 0.46, where bytes need 0.064 and
+0.19, and compiled PyTorch takes 0.47 and 1.25.
 """
 
 from collections.abc import Iterator
@@ -32,6 +35,7 @@ from torch import Tensor
 from llmk.ops.common.rows import as_rows
 from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_partials
+from llmk.ops.streams._patterns import RMS_LINEAR
 from llmk.registry import (
     REPLICATE,
     Cost,
@@ -87,11 +91,15 @@ def _parts(x, WIDEN: tl.constexpr):
 
 @jit
 def _add_product(x, w, y, PARTS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """Return y + x w for x as it was loaded and a float32 w."""
+    """Return y + x w for x as it was loaded and a float32 w.
+
+    Tensor cores round sums of bfloat16 products towards 0, which over 2048 columns makes 7e-6 of a result and not 3e-7.
+    So they add up one block of columns, from the smallest part on.
+    """
     if PARTS:
         high, middle, low = _parts(w, WIDEN)
         x = x.to(high.dtype)
-        y = tl.dot(x, low, tl.dot(x, middle, tl.dot(x, high, y)))
+        y += tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
     else:
         y = tl.dot(x.to(tl.float32), w, y, input_precision=PRECISION)
     return y
@@ -193,7 +201,7 @@ def rms_linear_backward_kernel(
             low = tl.load(dy_ptrs + 2 * part, mask=mask, other=0.0).to(w_high.dtype)
             dx = tl.dot(high, w_high, tl.dot(high, w_middle, tl.dot(middle, w_high, dx)))
             columns = tl.trans(x.to(w_high.dtype))
-            dw = tl.dot(columns, low, tl.dot(columns, middle, tl.dot(columns, high, dw)))
+            dw += tl.dot(columns, high, tl.dot(columns, middle, tl.dot(columns, low)))
         else:
             dx = tl.dot(dy, w, dx, input_precision=PRECISION)
             dw = tl.dot(tl.trans(x.to(tl.float32)), dy, dw, input_precision=PRECISION)
@@ -248,8 +256,9 @@ def _rms_linear_bwd(
     dx = empty(input.shape, input.dtype, x.device)
     partials = empty((shares, P, K), torch.float32, x.device) if need_weight else None
     wrap_triton(rms_linear_backward_kernel)[(blocks, shares)](
-        scaled, of_x, x, weight.contiguous(), dx, partials, M, K, P, x.stride(0), **tile, num_warps=8
-    )
+        scaled, of_x, x, weight.contiguous(), dx, partials, M, K, P, x.stride(0),
+        **tile, num_warps=4 if tile["PARTS"] else 8,  # of TF32 numbers four warps have too few registers
+    )  # fmt: skip
     dw = None if partials is None else sum_partials(partials, weight.dtype)
     return dx, or_no_gradient(dw, grad)
 
@@ -319,6 +328,7 @@ def rms_linear_cost(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Cost:
     resized=normal_resized(lambda rows: ((rows, 48), (24, 48))),
     workloads=rms_linear_workloads,
     cost=rms_linear_cost,
+    patterns=RMS_LINEAR,
 )
 def rms_linear(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """A linear layer with few outputs of rows divided by their root mean square, in float32.
