@@ -27,10 +27,11 @@ def results(
     """Outputs, then gradients unless only a forward pass is offered, of a call on copies of the inputs."""
     args, kwargs, tensors = prepare(op, sample, wanted(op, sample), change)
     outputs = as_list(function(*args, **kwargs))
-    grads = incoming_gradients(outputs)
     found = [output.detach().clone() for output in outputs]
-    if all(output.requires_grad for output in outputs):
-        found += torch.autograd.grad(outputs, [tensors[name] for name in wanted(op, sample)], grads)
+    differentiable = [output for output in outputs if output.requires_grad]
+    if differentiable:
+        inputs = [tensors[name] for name in wanted(op, sample)]
+        found += torch.autograd.grad(differentiable, inputs, incoming_gradients(differentiable))
     return found
 
 
@@ -45,7 +46,7 @@ def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:
     for a, b in zip(actual, exact, strict=False):
         if a.shape != b.shape:
             return float("inf")
-        size = torch.linalg.vector_norm(b).clamp(min=torch.finfo(torch.float32).tiny)
+        size = torch.linalg.vector_norm(b.float()).clamp(min=torch.finfo(torch.float32).tiny)
         error = (torch.linalg.vector_norm(a.float() - b) / size).item()
         errors.append(error if error == error else float("inf"))
     return max(errors)

@@ -85,6 +85,12 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(float(cells[0]) > 0 for cells in rows.values())
 
 
+def test_bench_times_gradients_beside_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    """The router's experts have none, its weights do."""
+    assert bench.main(["router_topk", "--device", "cpu", "--no-compile", "--repeats", "1"]) == 0
+    assert "forward only" not in capsys.readouterr().out
+
+
 def test_bench_says_multiples(capsys: pytest.CaptureFixture[str]) -> None:
     common = {"op": "add", "workload": "large", "floor_full_ms": 2.0, "peak_mib": 12.4}
     bench.print_rows(

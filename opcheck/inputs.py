@@ -115,6 +115,13 @@ def spread(tensor: Tensor) -> Tensor:
     return view
 
 
+def transposed(tensor: Tensor) -> Tensor:
+    """Return the same values with the last two axes swapped in memory; a module's parameter stays as it lies."""
+    if tensor.dim() < 2 or isinstance(tensor, torch.nn.Parameter):
+        return tensor.detach().clone()
+    return tensor.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
 def tensors_of(op: Op, sample: Sample) -> dict[str, Tensor]:
     """The tensors among a sample's arguments, by name."""
     return {name: value for name, value in op.bind(sample).items() if isinstance(value, Tensor)}

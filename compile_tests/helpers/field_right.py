@@ -23,6 +23,13 @@ library = torch.library.Library("field_right", "DEF")
 RIGHT: dict[str, Op] = {}
 IN_TRITON: dict[str, Op] = {}
 """Those whose kernels have no code for a CPU: they are checked in Triton's interpreter."""
+BY_PYTORCH = {("rms_norm", "2.11"): "compiled_samples", ("sdpa", "2.11"): "far_rows"}
+"""Those that a release of PyTorch makes wrong, by the promise that shows it.
+
+Where the forward pass of an `autograd.Function` ends with a cast to the dtype that its number has, Dynamo's graph
+returns that number too, which is the same tensor, and its gradients are 0. And the fused attention of a GPU gives
+gradients with zeros for rows whose offsets pass 2^31.
+"""
 
 
 def right(
@@ -31,6 +38,11 @@ def right(
     known = {"dtypes": (torch.float32,), "differentiable": tuple(wanted.split())} | fields
     op = record(operator, reference, **known)
     (IN_TRITON if in_triton else RIGHT)[name] = Op(**(vars(op) | {"name": name}))
+
+
+def broken_by_pytorch(name: str) -> str:
+    """Return the promise that this release of PyTorch breaks for a right operator; empty if it is right here."""
+    return BY_PYTORCH.get((name, torch.__version__.rpartition(".")[0]), "")
 
 
 def calls(*shapes: tuple[int, ...], more: tuple[Any, ...] = ()) -> Any:
@@ -321,10 +333,10 @@ right("logsumexp", logsumexp, lambda x: x.logsumexp(-1), "x")
 
 
 def online_softmax(x: Tensor) -> Tensor:
-    """Compute the softmax in two blocks of columns, as kernels that stream do."""
+    """Compute the softmax in two blocks of columns, as kernels that stream do: their maxima have no gradient."""
     first, second = x.tensor_split(2, dim=-1)
     m1, m2 = first.amax(-1, keepdim=True), second.amax(-1, keepdim=True)
-    m = torch.maximum(m1, m2)
+    m = torch.maximum(m1, m2).detach()
     total = (first - m).exp().sum(-1, keepdim=True) + (second - m).exp().sum(-1, keepdim=True)
     return (x - m).exp() / total
 

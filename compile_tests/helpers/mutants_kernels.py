@@ -53,19 +53,21 @@ def short_offset_in_a_loop_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.conste
 @triton.jit
 def short_rows_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
     """One program: its rows are no program's number, but their offsets have 32 bits all the same."""
-    rows, cols = tl.arange(0, 2048)[:, None], tl.arange(0, BLOCK)[None, :]
-    mask = (rows < M) & (cols < N)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0)
-    tl.store(y_ptr + rows.to(tl.int64) * N + cols, x * x, mask=mask)
+    for first in range(0, M, 4):
+        rows, cols = first + tl.arange(0, 4)[:, None], tl.arange(0, BLOCK)[None, :]
+        mask = (rows < M) & (cols < N)
+        x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0)
+        tl.store(y_ptr + rows.to(tl.int64) * N + cols, x * x, mask=mask)
 
 
 @triton.jit
 def first_rows_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
     """One program of 64 rows: those past them are not written, and the samples have 4."""
-    rows, cols = tl.arange(0, 64).to(tl.int64)[:, None], tl.arange(0, BLOCK)[None, :]
-    mask = (rows < M) & (cols < N)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0)
-    tl.store(y_ptr + rows * N + cols, x * x, mask=mask)
+    for first in range(0, 64, 4):
+        rows, cols = first + tl.arange(0, 4).to(tl.int64)[:, None], tl.arange(0, BLOCK)[None, :]
+        mask = (rows < M) & (cols < N)
+        x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0)
+        tl.store(y_ptr + rows * N + cols, x * x, mask=mask)
 
 
 @triton.jit

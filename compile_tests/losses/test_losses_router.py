@@ -87,15 +87,49 @@ def test_values_and_gradients(name: str, dtype: torch.dtype, compiled: bool, dev
 @pytest.mark.parametrize("padded", [False, True])
 def test_is_transformers(padded: bool, device: torch.device) -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral", exc_type=ImportError)
-    x, counted = logits(torch.float32, device).detach(), COUNTED.to(device) if padded else None
-    theirs = mixtral.load_balancing_loss_func(tuple(x.flatten(1, 2)), E, K, counted)
-    expanded = None if counted is None else counted.expand(L, B, T)
-    _, of_probabilities, _, _, counts = router_topk_sums(x, K, counted=expanded)
-    exact = E * balance(
-        x.double(), COUNTED.to(device) if padded else torch.ones(B, T, device=device), "softmax", (0, 1, 2)
-    )
-    loss, _ = losses.router_balance(of_probabilities, counts, K)
-    assert (violation := accuracy_violation(loss, theirs, exact)) is None, str(violation)
+    counted = COUNTED.to(device) if padded else None
+    m = torch.ones(B, T, device=device) if counted is None else counted
+
+    def own(x: Tensor) -> Tensor:
+        expanded = None if counted is None else counted.expand(L, B, T)
+        _, of_probabilities, _, _, counts = router_topk_sums(x, K, counted=expanded)
+        return losses.router_balance(of_probabilities, counts, K)[0]
+
+    def theirs(x: Tensor) -> Tensor:
+        return mixtral.load_balancing_loss_func(tuple(x.flatten(1, 2)), E, K, counted)
+
+    require_same(own, theirs, lambda x: E * balance(x, m, "softmax", (0, 1, 2)), device)
+
+
+def test_z_is_transformers(device: torch.device) -> None:
+    name = "transformers.models.switch_transformers.modeling_switch_transformers"
+    switch = pytest.importorskip(name, exc_type=ImportError)
+
+    def own(x: Tensor) -> Tensor:
+        *_, squares, _, counts = router_topk_sums(x, K)
+        return losses.router_z(squares, counts, K)[0]
+
+    m = torch.ones(B, T, device=device)
+    require_same(own, lambda x: switch.router_z_loss_func(x.flatten(0, 1)), lambda x: z(x, m), device)
+
+
+def require_same(
+    own: Callable[[Tensor], Tensor],
+    theirs: Callable[[Tensor], Tensor],
+    definition: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> None:
+    """The accuracy rule for the loss and its gradient, with another library's as the baseline."""
+    x = logits(torch.float32, device)
+    exact = x.detach().double().requires_grad_()
+
+    def results(loss: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+        y = loss(x)
+        return [y, *torch.autograd.grad(y, [x])]
+
+    found = results(own, x), results(theirs, x), results(definition, exact)
+    for got, baseline, expected in zip(*found, strict=True):
+        assert (violation := accuracy_violation(got, baseline, expected)) is None, str(violation)
 
 
 def test_it_is_least_where_all_are_busy(device: torch.device) -> None:

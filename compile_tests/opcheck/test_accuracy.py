@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from compile_tests.helpers.field_right import RIGHT, FlashAttention
 from llmk.accuracy.rule import rounded_once
 from llmk.opcheck import accuracy_violation
 from llmk.opcheck.calls import BrokenPromise, call, incoming_gradients, require_accurate
+from llmk.opcheck.foreign.adapters import adapted
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
 
@@ -189,6 +191,29 @@ def test_one_rounding_that_all_neighbours_share_is_chance(seed: int, rows: int, 
     for units in (-16, 16):
         with pytest.raises(BrokenPromise, match="gradient of input"):
             check(units)
+
+
+@pytest.mark.parametrize("seed", [9, 11, 25, 45, 53])
+def test_another_order_of_sums_that_cancel_is_no_fault(seed: int) -> None:
+    """Attention to few keys: its backward pass takes a sum over the keys from the output, where PyTorch adds it up."""
+    op = adapted(RIGHT["flash_attention"], torch.device("cpu"), (torch.float32,))
+    torch.manual_seed(seed)
+    (sample,) = op.samples(torch.device("cpu"), torch.float32)
+    require_accurate(op, sample, call(op, sample))
+
+    class Rounded(FlashAttention):
+        """With that sum in TF32 for the queries of two keys."""
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v, out, probs = ctx.saved_tensors
+            delta = (grad * out).sum(-1, keepdim=True)
+            delta[..., 1, :] = (delta[..., 1, :].view(torch.int32) & -(2**13)).view(torch.float32)
+            scores = probs * (grad @ v.mT - delta) * q.shape[-1] ** -0.5
+            return scores @ k, scores.mT @ q, probs.mT @ grad
+
+    with pytest.raises(BrokenPromise, match="gradient of q"):
+        require_accurate(op, sample, call(op, sample, fn=Rounded.apply))
 
 
 @pytest.mark.parametrize(

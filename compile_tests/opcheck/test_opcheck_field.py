@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compile_tests.helpers import field_cheats, field_wrong
-from compile_tests.helpers.field_right import IN_TRITON, RIGHT
+from compile_tests.helpers.field_right import IN_TRITON, RIGHT, broken_by_pytorch
 from llmk.opcheck import check
 from llmk.opcheck.report.causes import causes
 from llmk.opcheck.report.reports import notes
@@ -24,7 +24,8 @@ def test_a_right_one_has_no_finding(name: str) -> None:
     if (name in IN_TRITON) is not INTERPRET:
         pytest.skip("the other run has it")
     results = check((RIGHT | IN_TRITON)[name], skip=SLOW)
-    assert causes(results) == [], "\n".join(map(str, causes(results)))
+    found = [cause for cause in causes(results) if cause.first.promise != broken_by_pytorch(name)]
+    assert found == [], "\n".join(map(str, found))
     verdicts = {result.promise: result.verdict for result in results}
     assert verdicts["values_and_gradients"] == "kept"
 

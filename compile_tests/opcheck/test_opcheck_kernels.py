@@ -15,6 +15,7 @@ from compile_tests.helpers.mutants_kernels import (
     sound_kernel,
     square_by,
 )
+from compile_tests.helpers.strangers_wrong import IN_TRITON
 from llmk.accuracy.neighbours import copy_with_layout
 from llmk.opcheck import availability, check
 from llmk.opcheck.calls import call
@@ -53,11 +54,22 @@ def test_a_sound_kernel_is_not(kernel: Any) -> None:
 
 def test_the_promises_of_kernels_share_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[Any]()
-    monkeypatch.setattr("llmk.opcheck.promises.kernels.call", lambda op, sample: calls.append(call(op, sample)))
+    monkeypatch.setattr(
+        kernel_promises,
+        "call_unless_strides_refused",
+        lambda op, sample, change: calls.append(call(op, sample, change=change)),
+    )
     op = square_by(sound_kernel)
     results = check(op, only=[*SHARING, "every_kernel_ends"])
     assert {result.verdict for result in results} == {"kept"}, results
-    assert len(calls) == len(op.dtypes) * len(list(op.samples(torch.device("cpu"), torch.float32)))
+    assert len(calls) == 3 * len(op.dtypes) * len(list(op.samples(torch.device("cpu"), torch.float32)))  # layouts
+
+
+def test_a_kernel_that_takes_the_strides_for_granted_is_told_from_its_own_code() -> None:
+    """Of a GPU's kernels no more than that is interpreted."""
+    op, _, words = IN_TRITON["any_strides"]
+    (result,) = check(op, only=["in_bounds"])
+    assert words in result.message
 
 
 def test_an_operator_may_launch_what_is_interpreted() -> None:
@@ -111,7 +123,7 @@ def test_a_gpus_large_samples_are_not_interpreted(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernel_promises, "MOST_INTERPRETED", 200)
     results = [check(op, samples, only=["in_bounds"])[-1] for samples in ([small, large], [large])]
     assert [(result.verdict, result.calls) for result in results] == [
-        ("kept", 2),
+        ("kept", 4),  # of three layouts, and the sample
         ("empty", 0),
     ]
     assert results[1].message.startswith("not interpreted: no sample has at most ")

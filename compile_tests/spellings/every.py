@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from compile_tests.spellings import attention, convolutions, losses, norms, rotations, units  # noqa: F401
+from compile_tests.spellings import attention, convolutions, losses, norms, rotations, streams, units  # noqa: F401
 from compile_tests.spellings.registry import SPELLINGS
 
 if find_spec("transformers"):

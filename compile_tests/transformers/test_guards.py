@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,13 +26,7 @@ from compile_tests.helpers.families import assert_same_training, pair, small_mod
 from llmk.transformers import patch  # noqa: E402
 from tools.families_sweep import built  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device) -> Iterator[None]:
-    transformers.logging.set_verbosity_error()
-    torch._dynamo.reset()
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def alike(model: nn.Module, x: Tensor, change: Callable[[Any], object]) -> Any:

@@ -15,12 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput  # noqa: E402
 from compile_tests.helpers.families import assert_same_training, small_model, tokens  # noqa: E402
 from llmk.transformers import patch  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device):
-    transformers.logging.set_verbosity_error()
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 class Model(transformers.LlamaForCausalLM):
@@ -178,6 +173,36 @@ def test_known_uses_are_fused_until_a_number_changes() -> None:
         "bool(self.coefficient > 0) is True, and was False: the loss comes from logits",
         "self.scale is 3.0, and was 2.0: the loss comes from logits",
     }
+
+
+class ByNames(Model):
+    """Losses of arguments by their names, of logits whose width is asked for."""
+
+    def forward(self, input_ids=None, labels=None):  # type: ignore[override]
+        logits = self.lm_head(self.hidden(input_ids))
+        loss = None
+        if labels is not None:
+            criterion = nn.CrossEntropyLoss()
+            loss = criterion(logits.view(-1, logits.size(-1)), target=labels.view(-1))
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class ByNamesOfTransformers(Model):
+    def forward(self, input_ids=None, labels=None):  # type: ignore[override]
+        logits = self.lm_head(self.hidden(input_ids))
+        loss = None
+        if labels is not None:
+            rows = {"vocab_size": self.config.vocab_size}
+            loss = self.loss_function(logits=logits.view(-1, logits.size(-1)), labels=labels.view(-1), **rows)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("cls", [ByNames, ByNamesOfTransformers])
+def test_a_loss_of_arguments_by_their_names(cls: type[Model]) -> None:
+    model = cls(small_model("Llama").config).train()
+    original = copy.deepcopy(model)
+    assert patch(model).replaced["loss"] == 1
+    assert assert_same_training(model, original, input_ids=tokens(2, 7)).logits is None
 
 
 class OtherLoss(Model):

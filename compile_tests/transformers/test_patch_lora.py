@@ -1,6 +1,7 @@
 """`patch` where PEFT has a LoRA on the output projection: the loss comes of hidden states, projection and adapters."""
 
 import copy
+import functools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 from compile_tests.helpers.backend_checks import require_right  # noqa: E402
 from compile_tests.helpers.families import assert_same_training, small_model, tokens  # noqa: E402
+from compile_tests.helpers.lora import lora_config, with_lora  # noqa: E402
 from llmk.accuracy.neighbours import Change  # noqa: E402
 from llmk.transformers import Report, patch  # noqa: E402
 from tools.families_sweep import built  # noqa: E402
@@ -26,25 +28,12 @@ ALONE = dict.fromkeys(("norms", "mlps", "experts", "rope", "residuals", "masks")
 """All but the loss is left, so that it alone is compared."""
 
 
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device):
-    transformers.logging.set_verbosity_error()
-    torch._dynamo.reset()
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
-def config(**options: Any) -> Any:
-    """Make a configuration in which neither A nor B begins at zero."""
-    common = {"target_modules": ["q_proj", "lm_head"], "r": 3, "lora_alpha": 8, "init_lora_weights": False}
-    return peft.LoraConfig(**{**common, **options})
-
-
-def adapted(model: Any, **options: Any) -> Any:
-    torch.manual_seed(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tied weights
-        return peft.get_peft_model(model, config(**options)).train()
+OPTIONS: dict[str, Any] = {"target_modules": ["q_proj", "lm_head"], "r": 3, "lora_alpha": 8}
+config = functools.partial(lora_config, **OPTIONS)
+adapted = functools.partial(with_lora, **OPTIONS)
 
 
 def pair(family: str = "Llama", first: str = "peft", overrides: Any = None, **options: Any) -> tuple[Any, Any]:

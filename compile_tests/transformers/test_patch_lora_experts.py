@@ -1,6 +1,7 @@
 """`patch` where PEFT has a LoRA on packed experts: its products beside theirs, and no other weights of their size."""
 
 import copy
+import functools
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from peft.tuners.lora.layer import _LoraParameterProxy  # noqa: E402
 
 from compile_tests.helpers.backend_checks import require_right  # noqa: E402
 from compile_tests.helpers.families import assert_same_training, small_model, tokens  # noqa: E402
+from compile_tests.helpers.lora import lora_config, with_lora  # noqa: E402
 from llmk.accuracy.neighbours import Change  # noqa: E402
 from llmk.transformers import Report, patch  # noqa: E402
 
@@ -27,23 +29,12 @@ ALONE = dict.fromkeys(("norms", "mlps", "rope", "residuals", "loss", "masks"), F
 """All but the experts is left, so that they alone are compared."""
 
 
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device):
-    transformers.logging.set_verbosity_error()
-    torch._dynamo.reset()
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
-def config(**options: Any) -> Any:
-    """Make a configuration in which neither A nor B begins at zero."""
-    common = {"target_modules": ["q_proj"], "target_parameters": BOTH, "r": 8, "lora_alpha": 12}
-    return peft.LoraConfig(**{**common, "init_lora_weights": False, **options})
-
-
-def adapted(model: Any, **options: Any) -> Any:
-    torch.manual_seed(1)
-    return peft.get_peft_model(model, config(**options)).train()
+OPTIONS: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": BOTH, "r": 8, "lora_alpha": 12}
+config = functools.partial(lora_config, **OPTIONS)
+adapted = functools.partial(with_lora, **OPTIONS)
 
 
 def pair(family: str = "Qwen3Moe", **options: Any) -> tuple[Any, Any]:

@@ -69,11 +69,7 @@ class Watched(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device):
-    transformers.logging.set_verbosity_error()
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def quantize(model: Any) -> None:

@@ -39,14 +39,17 @@ def way_of(name: str, op: Op, sample: Sample, function: Callable[..., Any]) -> W
         with torch.no_grad():
             function(*args, **kwargs)
 
-    outputs = as_list(function(*args, **kwargs))
-    grads = incoming_gradients(outputs)
-    if not all(output.requires_grad for output in outputs):
+    def differentiable() -> list[Tensor]:
+        return [output for output in as_list(function(*args, **kwargs)) if output.requires_grad]
+
+    outputs = differentiable()
+    if not outputs:
         return Way(name, forward, None)
+    grads = incoming_gradients(outputs)
     del outputs
 
     def full() -> None:
-        torch.autograd.grad(as_list(function(*args, **kwargs)), inputs, grads)
+        torch.autograd.grad(differentiable(), inputs, grads)
 
     return Way(name, forward, full)
 

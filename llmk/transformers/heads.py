@@ -21,6 +21,7 @@ from llmk.transformers.rewrite import (
     Source,
     load,
     method_called,
+    replace,
     rewritten,
     source_of,
 )
@@ -44,19 +45,13 @@ class Inner(Edit):
     def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
         definition.args.kwonlyargs.append(ast.arg(ASKED))
         definition.args.kw_defaults.append(ast.Constant(False))
-        _Calls(self).visit(definition)
+        replace(definition, self._called)
         return {}
 
-
-class _Calls(ast.NodeTransformer):
-    def __init__(self, inner: Inner) -> None:
-        self.inner = inner
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if method_called(node) != self.inner.next:
+    def _called(self, node: Any) -> ast.AST:
+        if method_called(node) != self.next:
             return node
-        if self.inner.is_last:
+        if self.is_last:
             return ast.IfExp(load(ASKED), node.args[0], node)
         node.keywords.append(ast.keyword(ASKED, load(ASKED)))
         return node

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from llmk.transformers.rewrite import Edit, Source, argument_names, load
+from llmk.transformers.rewrite import Edit, Source, argument_names, load, replace
 
 FUNCTIONS = (create_causal_mask, create_sliding_window_causal_mask)
 
@@ -25,11 +25,15 @@ class CausalMask(Edit):
         return "omitted where is_causal suffices"
 
     def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
-        _Names(self.names).visit(definition)
+        replace(definition, self._asked)
         # What the caller gave, before the body fills in positions and a cache of its own.
         given: list[ast.expr] = [load(name) for name in GIVEN if name in argument_names(definition)]
         definition.body.insert(0, ast.Assign([ast.Name("llmk_given", ast.Store())], ast.Tuple(given, ast.Load())))
         return {"llmk_mask": mask_if_needed}
+
+    def _asked(self, node: Any) -> ast.AST:
+        is_one = isinstance(node, ast.Name) and node.id in self.names
+        return ast.Call(load("llmk_mask"), [node, load("llmk_given")], []) if is_one else node
 
 
 GIVEN = ("position_ids", "past_key_values")
@@ -39,14 +43,6 @@ def find_masks(module: nn.Module, source: Source) -> CausalMask | None:
     names = {node.id for node in ast.walk(source.definition) if isinstance(node, ast.Name)}
     found = sorted(name for name in names if source.scope.get(name) in FUNCTIONS)
     return CausalMask(tuple(found)) if found and "position_ids" in argument_names(source.definition) else None
-
-
-class _Names(ast.NodeTransformer):
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        return ast.Call(load("llmk_mask"), [node, load("llmk_given")], []) if node.id in self.names else node
 
 
 def mask_if_needed(create: Callable[..., Any], given: tuple[Any, ...]) -> Callable[..., Any]:

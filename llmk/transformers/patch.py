@@ -26,7 +26,7 @@ from llmk.transformers.expert_adapters import AdaptedExperts, find_adapted_exper
 from llmk.transformers.experts import GATE
 from llmk.transformers.gated_norms import GatedNorm, find_gated_norm
 from llmk.transformers.gates import GateFinder
-from llmk.transformers.loss import FusedLoss, Head, find_loss
+from llmk.transformers.loss import Head, LossSite, find_loss
 from llmk.transformers.masks import find_masks
 from llmk.transformers.mixtures import Experts, find_experts
 from llmk.transformers.norms import Norm, find_norm
@@ -257,7 +257,7 @@ class Plan:
         normed = any(change.adds for changes in self.changes.values() for change in changes)
         return find_projections(module, source) if normed else None
 
-    def _find_loss(self, skip_ignored: bool, model: nn.Module, source: Source) -> FusedLoss:
+    def _find_loss(self, skip_ignored: bool, model: nn.Module, source: Source) -> LossSite:
         found = find_loss(model, source, skip_ignored)
         for path in (found.path, *(inner for inner, _ in found.inner)):
             if why := self.exact.why_not(linear_of(model.get_submodule(path))):
@@ -288,7 +288,7 @@ class Plan:
             self.changes.setdefault(module, []).append(change)
         for kind, edit in edits.items():
             self.entries.append(Entry(name, kind, type(module).__name__, True, edit.what))
-            if isinstance(edit, FusedLoss):
+            if isinstance(edit, LossSite):
                 self.changes.setdefault(linear_of(module.get_submodule(edit.path)), []).append(Head())
                 for inner, change in edit.inner:
                     self._change_whole(module.get_submodule(inner), Rewrite((change,)))

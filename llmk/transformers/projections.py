@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from llmk.ops.norm.rms_norm_linear import MOST_LAYERS, linear_of_norm
 from llmk.registry.private.tensors import version_of
 from llmk.transformers.guards import is_plain_linear, recomputes
-from llmk.transformers.rewrite import Edit, Source, argument_names, is_in_place, load, method_called
+from llmk.transformers.rewrite import Edit, Source, argument_names, is_in_place, load, method_called, replace
 
 MADE_OF = "llmk_made_of"
 """The attribute of a norm's output that says what it was made of."""
@@ -107,19 +107,9 @@ class Group(NamedTuple):
         call = ast.Call(load("llmk_projections"), arguments, [])
         here = self.body.index(self.first)
         self.body.insert(here, ast.copy_location(ast.Assign([targets], call), self.first))
-        names = dict(zip(map(id, self.calls), results, strict=True))
+        given = dict(zip(self.calls, map(load, results), strict=True))
         for statement in self.body[here + 1 :]:
-            _Replaced(names).visit(statement)
-
-
-class _Replaced(ast.NodeTransformer):
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self.names = names
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if id(node) in self.names:
-            return load(self.names[id(node)])
-        return self.generic_visit(node)
+            replace(statement, lambda node: given.get(node, node))
 
 
 def find_groups(definition: ast.FunctionDef) -> list[Group]:

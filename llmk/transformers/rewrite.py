@@ -12,7 +12,7 @@ import functools
 import inspect
 import textwrap
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
 from typing import Any, ClassVar, NamedTuple
@@ -104,6 +104,19 @@ def rewritten(function: Any, edits: tuple[Edit, ...]) -> FunctionType:
     for edit in edits:
         names |= edit.apply(definition, scope)
     return _rewrap(function, inner, _compiled(inner, definition, names))
+
+
+class _Replaced(ast.NodeTransformer):
+    def __init__(self, new: Callable[[Any], Any]) -> None:
+        self._new = new
+
+    def visit(self, node: ast.AST) -> Any:
+        return self._new(self.generic_visit(node))
+
+
+def replace(node: ast.AST, new: Callable[[Any], Any]) -> None:
+    """Put `new(n)` in the place of every node n inside of a node, the innermost first."""
+    _Replaced(new).generic_visit(node)
 
 
 def load(name: str) -> ast.Name:

@@ -3,6 +3,7 @@
 All but `every_kernel_ends` and `far_rows` need the interpreter.
 """
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from llmk.accuracy.neighbours import copy_with_layout
 from llmk.opcheck.calls import (
-    call,
     call_unless_strides_refused,
     device_of,
     elements,
@@ -20,7 +20,7 @@ from llmk.opcheck.calls import (
     require_accurate,
     resized,
 )
-from llmk.opcheck.inputs import MEMORY, BrokenPromise, NothingToCheck, note
+from llmk.opcheck.inputs import MEMORY, BrokenPromise, NothingToCheck, note, spread, transposed
 from llmk.opcheck.interpreted.loops import EndlessLoop, kernels_of, unbounded_loops
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
@@ -37,7 +37,9 @@ _GPU_MEMORY = 60 * 2**30
 
 
 def in_bounds(op: Op, samples: Sequence[Sample]) -> None:
-    """2: no program reads or writes what is no element of its kernel's arguments, and no error of one is swallowed."""
+    """2: no program reads or writes what is no element of its kernel's arguments, and no error of one is swallowed;
+    with inputs of other strides too where the samples are not llmk's, which have them.
+    """
     watch, astray = _launches(op, samples)
     _raise_first(astray, MEMORY)
     _raise_first(watch.swallowed)
@@ -94,10 +96,11 @@ def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
     if _last is None or not _same_calls(_last[0], (op, samples)):
         astray: list[str] = []
         with watched(reorder=True) as watch:
-            for sample in _interpretable(op, samples):
+            layouts = (copy_with_layout,) if op.is_own else (copy_with_layout, spread, transposed)
+            for sample, change in itertools.product(_interpretable(op, samples), layouts):
                 failed = len(watch.failed)
                 try:
-                    call(op, sample)
+                    call_unless_strides_refused(op, sample, change=change)
                     watch.swallowed += [f"{sample}: {words}, and the call returns" for words in watch.failed[failed:]]
                 except OutOfBounds as error:
                     astray.append(f"{sample}: {error}")

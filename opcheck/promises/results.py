@@ -38,6 +38,7 @@ from llmk.opcheck.inputs import (
     same_bits,
     same_results,
     spread,
+    transposed,
 )
 from llmk.opcheck.promises.nan_fill import nan_filled, require_all_written, zero_filled
 from llmk.registry import Op, Sample, set_short_path_enabled
@@ -70,7 +71,7 @@ def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
 def _require_fakes_of_strides(op: Op, operator: Any, samples: Sequence[Sample]) -> None:
     """Hold fake results against real ones where inputs are strided."""
     for sample in samples:
-        for change in (spread, _transposed):
+        for change in (spread, transposed):
             if call_unless_strides_refused(op, sample, wanted=(), change=change) is None:
                 continue
             args, kwargs = _own_arguments(op, sample, (), change)
@@ -168,13 +169,6 @@ def no_alias(op: Op, samples: Sequence[Sample]) -> None:
                     raise BrokenPromise(f"{sample}: {result} shares memory with {before} of the call before", MEMORY)
 
 
-def _transposed(tensor: Tensor) -> Tensor:
-    """Return the same values with the last two axes swapped in memory; a module's parameter stays as it lies."""
-    if tensor.dim() < 2 or isinstance(tensor, torch.nn.Parameter):
-        return tensor.detach().clone()
-    return tensor.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
 def strided_inputs(op: Op, samples: Sequence[Sample]) -> None:
     """2: inputs of any strides; another's operator than llmk's may refuse those that are not contiguous in words.
 
@@ -182,7 +176,7 @@ def strided_inputs(op: Op, samples: Sequence[Sample]) -> None:
     order.
     """
     for sample in samples:
-        for change in (spread, _transposed):
+        for change in (spread, transposed):
 
             def composition(sample: Sample = sample, change: Change = change) -> list[Outcome]:
                 return [call(op, sample, fn=op.reference, change=change)]

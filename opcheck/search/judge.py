@@ -12,7 +12,7 @@ of calls whose products leave float32 in some order.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -128,15 +128,17 @@ def _jumps(reference: Reference, result: int, draws: int) -> Tensor:
 def _judged(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str, Tensor, Tensor]]:
     """Yield the floating-point results, with what is right where an element is not to be judged.
 
-    That is what overflows, and what kernels lose of numbers that are not normal.
+    That is what overflows, and what kernels lose of numbers that are not normal. Gradients of a choice that PyTorch's
+    composition does not make as the reference does are not judged at all.
     """
     if all_finite(outcome.inputs.values()) and _products_overflow(outcome, reference):
         return
     nan_inputs = any(bool(tensor.isnan().any()) for tensor in outcome.inputs.values())
+    chosen_alike = _same_integers(reference.composition, reference.exact)
     results = zip(outcome.names(), outcome.results(), reference.composition, reference.exact, strict=True)
     for i, (name, actual, composition, exact) in enumerate(results):
         is_gradient = i >= len(outcome.outputs)
-        if is_gradient and _step_is_lost(outcome, reference):
+        if is_gradient and (not chosen_alike or _step_is_lost(outcome, reference)):
             return
         if actual is None or composition is None or exact is None or not actual.is_floating_point():
             continue
@@ -255,11 +257,14 @@ class Decided(Neighbours):
 
     def is_sure(self) -> bool:
         """Return True if the composition chooses the reference's integers here and on all neighbours."""
-        return all(
-            x is None or y is None or x.is_floating_point() or torch.equal(x, y)
-            for composition, exact in [(self.composition, self.exact), *self.neighbours]
-            for x, y in list(zip(composition, exact, strict=True))[: len(self.given)]
-        )
+        return all(_same_integers(*results) for results in [(self.composition, self.exact), *self.neighbours])
+
+
+def _same_integers(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+    """Return True if the results that are integers or booleans, and so no gradients, are equal."""
+    return all(
+        x is None or y is None or x.is_floating_point() or torch.equal(x, y) for x, y in zip(some, others, strict=True)
+    )
 
 
 def nudged_together(seed: int, dtype: torch.dtype | None = None, by: float | None = None, *, still: int = 0) -> Change:

@@ -91,11 +91,18 @@ _LARGEST = tl.constexpr(LARGEST)
 
 
 @jit
+def log_sum_exp(x, mask):
+    """The logarithm of the sum of the exponentials, and the softmax."""
+    largest = tl.max(tl.where(mask, x, float("-inf")), axis=0)
+    powers = tl.where(mask, exp(tl.where(mask, x - largest, 0.0)), 0.0)
+    total = tl.sum(powers, axis=0)
+    return largest + tl.log(total), tl.div_rn(powers, tl.zeros_like(powers) + total)
+
+
+@jit
 def _scores(x, mask, SOFTMAX: tl.constexpr):
     if SOFTMAX:
-        largest = tl.max(tl.where(mask, x, float("-inf")), axis=0)
-        powers = tl.where(mask, exp(tl.where(mask, x - largest, 0.0)), 0.0)
-        scores = tl.div_rn(powers, tl.zeros_like(powers) + tl.sum(powers, axis=0))
+        _, scores = log_sum_exp(x, mask)
     else:
         scores = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + exp(-x))
     return tl.where(mask, scores, 0.0)

@@ -21,12 +21,12 @@ order: no atomics. The counts have no gradient, nor has the choice.
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import exp
 from llmk.ops.common.rows import as_rows, contiguous
 from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_partials, sum_two_partials
@@ -34,14 +34,14 @@ from llmk.ops.experts._routing import (
     Routing,
     backward_launch,
     check_routing,
+    log_sum_exp,
     route,
     route_backward,
     route_backward_cpu,
     route_cpu,
 )
-from llmk.ops.experts.router_topk import router_topk_reference
+from llmk.ops.experts.router_topk import router_topk_cost, router_topk_reference
 from llmk.registry import (
-    Cost,
     KernelOp,
     Sample,
     cdiv,
@@ -61,35 +61,15 @@ from llmk.registry import (
 Result = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def router_topk_sums_reference(
-    input: Tensor,
-    top_k: int,
-    *,
-    counted: Tensor | None = None,
-    bias: Tensor | None = None,
-    scoring: str = "softmax",
-    num_groups: int = 1,
-    topk_groups: int = 1,
-    normalize: bool = True,
-    scale: float = 1.0,
-) -> Result:
-    options = {"scoring": scoring, "num_groups": num_groups, "topk_groups": topk_groups}
-    weights, indices = router_topk_reference(input, top_k, bias=bias, normalize=normalize, scale=scale, **options)
+def router_topk_sums_reference(input: Tensor, top_k: int, *, counted: Tensor | None = None, **options: Any) -> Result:
+    weights, indices = router_topk_reference(input, top_k, **options)
     x = input.to(torch.promote_types(input.dtype, torch.float32))
     m = x.new_ones(x.shape[:-1]) if counted is None else counted.to(x.dtype)
-    probabilities = x.softmax(-1) if scoring == "softmax" else torch.nn.functional.normalize(x.sigmoid(), p=1, dim=-1)
+    softmax = options.get("scoring", "softmax") == "softmax"
+    probabilities = x.softmax(-1) if softmax else torch.nn.functional.normalize(x.sigmoid(), p=1, dim=-1)
     sums, squares = (m.unsqueeze(-1) * probabilities).sum(-2), (m * x.logsumexp(-1).square()).sum(-1)
     chosen = torch.zeros_like(x, dtype=torch.int64).scatter(-1, indices, 1)
     return weights, sums, squares, indices, (m.long().unsqueeze(-1) * chosen).sum(-2)
-
-
-@jit
-def _log_sum_exp(x, mask):
-    """The logarithm of the sum of the exponentials, and the softmax."""
-    largest = tl.max(tl.where(mask, x, float("-inf")), axis=0)
-    powers = tl.where(mask, exp(tl.where(mask, x - largest, 0.0)), 0.0)
-    total = tl.sum(powers, axis=0)
-    return largest + tl.log(total), tl.div_rn(powers, tl.zeros_like(powers) + total)
 
 
 @jit
@@ -116,7 +96,7 @@ def router_topk_sums_kernel(
         counts_here = True
         if counted_ptr is not None:
             counts_here = tl.load(counted_ptr + row) != 0
-        z, probabilities = _log_sum_exp(x, mask)
+        z, probabilities = log_sum_exp(x, mask)
         if not SOFTMAX:
             probabilities = tl.div_rn(scores, tl.zeros_like(scores) + tl.sum(scores, axis=0))
         counts += tl.where(counts_here & chosen, 1.0, 0.0)
@@ -140,7 +120,7 @@ def router_topk_sums_backward_kernel(
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     dx, scores = route_backward(x, mask, dw_ptr, indices_ptr, row, K, scale, SOFTMAX, NORMALIZE, BLOCK_E)
     dp = tl.load(dp_ptr + row // T * E + cols, mask=mask, other=0.0)
-    z, softmax = _log_sum_exp(x, mask)
+    z, softmax = log_sum_exp(x, mask)
     of_sums = 2.0 * tl.load(dz_ptr + row // T) * z * softmax
     if SOFTMAX:
         of_sums += softmax * (dp - tl.sum(softmax * dp, axis=0))
@@ -262,11 +242,6 @@ def router_topk_sums_workloads(device: torch.device, dtype: torch.dtype) -> Iter
     yield Sample((torch.randn(4, 4096, 128, device=device, dtype=dtype), 8), why="4x4096, 8 of 128 experts")
 
 
-def router_topk_sums_cost(input: Tensor, top_k: int, **options: object) -> Cost:
-    logits, chosen = input.numel() * input.element_size(), 12 * input.numel() // input.shape[-1] * top_k
-    return Cost(logits + chosen, 3 * logits + 2 * chosen)
-
-
 @public_op(
     reference=router_topk_sums_reference,
     differentiable=("input",),
@@ -274,7 +249,7 @@ def router_topk_sums_cost(input: Tensor, top_k: int, **options: object) -> Cost:
     samples=router_topk_sums_samples,
     resized=normal_resized(lambda rows: ((rows, 24), 4)),
     workloads=router_topk_sums_workloads,
-    cost=router_topk_sums_cost,
+    cost=router_topk_cost,
 )
 def router_topk_sums(
     input: Tensor,
@@ -296,12 +271,7 @@ def router_topk_sums(
         input: Logits `[..., T, E]` of T tokens of each sequence, float32, float16 or bfloat16, any strides.
         top_k: How many experts a token gets.
         counted: `[..., T]`, bool or a whole number: which tokens are in the sums, all but padding. None: all.
-        bias: As in `router_topk`, which also has the other options.
-        scoring: "softmax" or "sigmoid"; the probabilities of the second are its scores divided by their sum.
-        num_groups: Into how many groups of neighbours the experts are divided.
-        topk_groups: Of how many groups experts may be chosen.
-        normalize: Whether a token's weights are divided by their sum.
-        scale: What the weights are multiplied by at the end.
+        scoring: As in `router_topk`, as all others; the probabilities of "sigmoid" are its scores divided by their sum.
 
     Returns:
         The weights `[..., T, top_k]`; the sum over tokens of the probability of each expert `[..., E]`, and that of the

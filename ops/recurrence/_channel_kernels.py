@@ -15,11 +15,11 @@ from llmk.ops.recurrence._chunk_kernels import (
     _load,
     _load_tokens,
     _product,
-    _states_products,
     _store,
     _store_symmetric,
     _sums_of,
     _values_products,
+    _values_times_state,
     _whole_gradient,
 )
 from llmk.registry import jit
@@ -309,11 +309,11 @@ def channel_pairs_backward_kernel(
 @jit
 def channel_keys_backward_kernel(
     do_ptr, q_ptr, k_ptr, g_ptr, u_ptr, dr_ptr, beta_ptr, index_ptr, states_ptr, dstates_ptr, dwhole_ptr, dg_part_ptr,
-    dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, tokens, value_blocks,
+    dq_part_ptr, dk_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, tokens, value_blocks,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add what comes through the states of one chunk to the gradients of a block of the channels of q and k, for one
-    value head, and g; and that block's part of the gradient of beta `[blocks, tokens]`.
+    """Add what comes through the states of one chunk to the parts by pairs of the gradients of a block of the channels
+    of q and k, for one value head, and g; and that block's part of the gradient of beta `[blocks, tokens]`.
     """
     blocks = tl.cdiv(K, BLOCK_K)
     block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
@@ -326,10 +326,8 @@ def channel_keys_backward_kernel(
         index_ptr += b * T
     t, keys = tl.arange(0, C), block * BLOCK_K + tl.arange(0, BLOCK_K)
     rows = chunk * C + t
-    from_out, from_r, from_end = _states_products(
-        do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
-        C, BLOCK_K, BLOCK_V,
-    )  # fmt: skip
+    from_out = _values_times_state(do_ptr, states_ptr + state, values, rows, keys, T, H, K, V, C, BLOCK_K, BLOCK_V)
+    from_end = _values_times_state(u_ptr, dstates_ptr + state, values, rows, keys, T, H, K, V, C, BLOCK_K, BLOCK_V)
     q = _load(q_ptr, rows, keys, T, K, HK * K).to(tl.float32)
     k = _load(k_ptr, rows, keys, T, K, HK * K).to(tl.float32)
     g = _log_decays(_load(g_ptr + channels, rows, keys, T, K, H * K))
@@ -342,6 +340,7 @@ def channel_keys_backward_kernel(
     from_end = _decayed(from_end, e)
     dk, through_start = from_end, q * from_out
     if beta_ptr is not None:
+        from_r = _values_times_state(dr_ptr, states_ptr + state, values, rows, keys, T, H, K, V, C, BLOCK_K, BLOCK_V)
         from_r = _decayed(from_r, d)
         part = block * tl.cast(tokens, tl.int64) + (b * T + rows) * H + h
         tl.store(dbeta_ptr + part, -tl.sum(k * from_r, axis=1), mask=rows < T)
@@ -356,8 +355,8 @@ def channel_keys_backward_kernel(
     if index_ptr is not None:
         # A first token decays no state. Of an infinity at another token a sum that is a product makes NaN there too.
         dg = tl.where(_same_as(index_ptr, rows, rows - 1, T)[:, None], dg, 0.0)
-    from_out += _load(dq_ptr + channels, rows, keys, T, K, H * K)
-    dk += _load(dk_ptr + channels, rows, keys, T, K, H * K)
+    from_out += _load(dq_part_ptr + channels, rows, keys, T, K, H * K)
+    dk += _load(dk_part_ptr + channels, rows, keys, T, K, H * K)
     _store(dg_ptr + channels, dg, rows, keys, T, K, H * K)
     _store(dq_ptr + channels, from_out, rows, keys, T, K, H * K)
     _store(dk_ptr + channels, dk, rows, keys, T, K, H * K)

@@ -165,7 +165,7 @@ def chunk_scores_kernel(
 
 
 @jit
-def _first_inverses(a_ptr, C: tl.constexpr):
+def _first_inverses(a_ptr, C: tl.constexpr, PRECISION: tl.constexpr):
     """Replace the blocks of 16 rows on the diagonal of I + A by their inverses."""
     t = tl.arange(0, 16)
     i, j = t[None, :, None], t[None, None, :]
@@ -174,26 +174,26 @@ def _first_inverses(a_ptr, C: tl.constexpr):
     for level in range(1, 4):
         size = 1 << level
         corner = tl.load(a_ptrs, mask=(i // (2 * size) == j // (2 * size)) & (i // size != j // size), other=0.0)
-        x -= tl.dot(tl.dot(x, corner, input_precision="ieee"), x, input_precision="ieee")
+        x -= tl.dot(tl.dot(x, corner, input_precision=PRECISION), x, input_precision=PRECISION)
     tl.debug_barrier()  # all threads have read the blocks
     tl.store(a_ptrs, x)
 
 
 @jit
-def _merge_inverses(a_ptr, C: tl.constexpr, SIZE: tl.constexpr):
+def _merge_inverses(a_ptr, C: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """Replace the lower left corner of each block of SIZE rows by that of the block's inverse."""
     HALF: tl.constexpr = SIZE // 2
     t = tl.arange(0, HALF)
     at = (tl.arange(0, C // SIZE) * (SIZE * (C + 1)))[:, None, None] + t[None, :, None] * C + t[None, None, :]
     corner = a_ptr + HALF * C
-    x = tl.dot(tl.load(a_ptr + HALF * (C + 1) + at), tl.load(corner + at), input_precision="ieee")
-    x = tl.dot(x, tl.load(a_ptr + at), input_precision="ieee")
+    x = tl.dot(tl.load(a_ptr + HALF * (C + 1) + at), tl.load(corner + at), input_precision=PRECISION)
+    x = tl.dot(x, tl.load(a_ptr + at), input_precision=PRECISION)
     tl.debug_barrier()  # all threads have read the corners
     tl.store(corner + at, -x)
 
 
 @jit
-def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr):
+def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr, PRECISION: tl.constexpr):
     """T of one chunk, the inverse of I + A, made over A: by blocks of twice the size each turn.
 
     Where X has the inverses of the blocks of s rows on the diagonal and L the part of A in the lower left corners of
@@ -201,12 +201,12 @@ def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr):
     """
     matrix = tl.program_id(0).to(tl.int64) * C * C
     a_ptr += matrix
-    _first_inverses(a_ptr, C)
+    _first_inverses(a_ptr, C, PRECISION)
     tl.debug_barrier()  # each thread sees what the others stored
-    _merge_inverses(a_ptr, C, 32)
+    _merge_inverses(a_ptr, C, 32, PRECISION)
     if C > 32:
         tl.debug_barrier()
-        _merge_inverses(a_ptr, C, 64)
+        _merge_inverses(a_ptr, C, 64, PRECISION)
     tl.debug_barrier()
     t = tl.arange(0, C)
     _store(inverse_ptr + matrix, _load(a_ptr, t, t, C, C, C), t, t, C, C, C)
@@ -264,7 +264,10 @@ def chunk_states_kernel(
     states_ptr, rests_ptr, u_ptr, out_ptr, final_ptr, scale,
     T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The state from chunk to chunk, of one block of its columns: each chunk's first, U and O, and the last."""
+    """The state from chunk to chunk, of one block of its columns: each chunk's first, U, O and the last.
+
+    O is left to `chunk_outputs_kernel` where `out_ptr` is None.
+    """
     blocks = tl.cdiv(V, BLOCK_V)
     row, block = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks
     b, h = row // H, row % H
@@ -319,6 +322,32 @@ def chunk_states_kernel(
         state = whole * state + _product(kt, (e[:, None] * wide).to(k_ptr.dtype.element_ty))
     if final_ptr is not None:
         _store(final_ptr + row * K * V, state, keys, cols, K, V, V)
+
+
+@jit
+def chunk_outputs_kernel(
+    q_ptr, u_ptr, start_ptr, scores_ptr, states_ptr, out_ptr, scale, T, N, H, HK, K, V,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """O of one chunk and one block of columns, of the states that `chunk_states_kernel` stored."""
+    blocks = tl.cdiv(V, BLOCK_V)
+    block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
+    chunk, row = place % N, place // N
+    b, h = row // H, row % H
+    q_ptr += (b * T * HK + h // (H // HK)) * K
+    values = (b * T * H + h) * V
+    t, cols = tl.arange(0, C), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    rows = chunk * C + t
+    out = tl.zeros((C, BLOCK_V), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        keys = start + tl.arange(0, BLOCK_K)
+        state = _load(states_ptr + place * K * V, keys, cols, K, V, V)
+        out += _product(_load(q_ptr, rows, keys, T, K, HK * K), state)
+    out *= tl.cast(scale, tl.float32)
+    if start_ptr is not None:  # else queries have d of their channels in them
+        out *= tl.load(start_ptr + place * C + t)[:, None]
+    out += _product(_load(scores_ptr + place * C * C, t, t, C, C, C), _load(u_ptr + values, rows, cols, T, V, H * V))
+    _store(out_ptr + values, out, rows, cols, T, V, H * V)
 
 
 @jit
@@ -443,23 +472,16 @@ def chunk_scores_backward_kernel(
 
 
 @jit
-def _states_products(
-    do_ptr, u_ptr, dr_ptr, state_ptr, dstate_ptr, values, rows, keys, T, H, K, V,
-    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+def _values_times_state(
+    x_ptr, state_ptr, values, rows, keys, T, H, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """dO S^T, dR S^T and U dS'^T of a block of keys."""
-    from_out = tl.zeros((C, BLOCK_K), dtype=tl.float32)
-    from_r = tl.zeros((C, BLOCK_K), dtype=tl.float32)
-    from_end = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    """X S^T of a block of keys, of rows X as wide as values."""
+    product = tl.zeros((C, BLOCK_K), dtype=tl.float32)
     for first in range(0, V, BLOCK_V):
         cols = first + tl.arange(0, BLOCK_V)
-        begin = _load_transposed(state_ptr, keys, cols, K, V, V)
-        end = _load_transposed(dstate_ptr, keys, cols, K, V, V)
-        from_out += _product(_load(do_ptr + values, rows, cols, T, V, H * V), begin)
-        from_end += _product(_load(u_ptr + values, rows, cols, T, V, H * V), end)
-        if dr_ptr is not None:
-            from_r += _product(_load(dr_ptr + values, rows, cols, T, V, H * V), begin)
-    return from_out, from_r, from_end
+        state = _load_transposed(state_ptr, keys, cols, K, V, V)
+        product += _product(_load(x_ptr + values, rows, cols, T, V, H * V), state)
+    return product
 
 
 @jit
@@ -472,57 +494,82 @@ def _whole_gradient(dwhole_ptr, keys, blocks, K):
 
 
 @jit
+def _l2_norm_backward(dy, x_ptr, rows, cols, M, K, stride, eps):
+    """The gradient of rows x from that of x divided by its norm; all K of `cols` are in one tile."""
+    x = _load(x_ptr, rows, cols, M, K, stride).to(tl.float32)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) + tl.cast(eps, tl.float32)))[:, None]
+    n = x * rstd
+    return rstd * (dy - n * tl.sum(n * dy, axis=1)[:, None])
+
+
+@jit
 def chunk_keys_backward_kernel(
     do_ptr, q_ptr, k_ptr, u_ptr, dr_ptr, beta_ptr, start_ptr, end_ptr, states_ptr, dstates_ptr, dwhole_ptr, dscores_ptr,
-    dkk_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, tokens, value_blocks,
+    dkk_ptr, raw_q_ptr, raw_k_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, eps,
+    T, N, H, HK, K, V, tokens, value_blocks, HEADS,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of the channels of q and k in one chunk, for one value head, and that block's parts of
-    those of g and beta `[blocks, tokens]`.
+    """The gradients of a block of the channels of q and k in one chunk, summed over HEADS value heads of one key head
+    in their order, and that block's parts of those of g and beta `[blocks, tokens]`.
+
+    Where queries and keys before their L2 norm are given the block has all channels, and the gradients are theirs.
     """
     scale = tl.cast(scale, tl.float32)
     blocks = tl.cdiv(K, BLOCK_K)
     block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
     chunk, row = place % N, place // N
-    b, h = row // H, row % H
-    q_ptr += (b * T * HK + h // (H // HK)) * K
-    k_ptr += (b * T * HK + h // (H // HK)) * K
-    values, heads, matrix, state = (b * T * H + h) * V, (b * T * H + h) * K, place * C * C, place * K * V
-    t, keys = tl.arange(0, C), block * BLOCK_K + tl.arange(0, BLOCK_K)
-    rows = chunk * C + t
-    from_out, from_r, from_end = _states_products(
-        do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
-        C, BLOCK_K, BLOCK_V,
-    )  # fmt: skip
-    d, e = tl.load(start_ptr + place * C + t), tl.load(end_ptr + place * C + t)
-    # What decays to nothing, as between two sequences, may have overflowed.
-    from_out = tl.where((d == 0.0)[:, None], 0.0, from_out)
-    from_r = tl.where((d == 0.0)[:, None], 0.0, from_r)
-    from_end = tl.where((e == 0.0)[:, None], 0.0, from_end)
-    q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
-    from_start = scale * d * tl.sum(q.to(tl.float32) * from_out, axis=1)
-    to_end = e * tl.sum(k.to(tl.float32) * from_end, axis=1)
-    dscores = _load(dscores_ptr + matrix, t, t, C, C, C)
-    dq = (scale * d)[:, None] * from_out
-    dq += _product(dscores, k)
-    _store(dq_ptr + heads, dq, rows, keys, T, K, H * K)
-    dk = e[:, None] * from_end
-    dk += _product(tl.trans(dscores), q)
-    part = block * tl.cast(tokens, tl.int64) + (b * T + rows) * H + h
-    if beta_ptr is not None:
-        beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-        predicted = d * tl.sum(k.to(tl.float32) * from_r, axis=1)
-        from_start -= beta * predicted
-        tl.store(dbeta_ptr + part, -predicted, mask=rows < T)
-        dk -= (beta * d)[:, None] * from_r
-        dk += _product(_load(dkk_ptr + matrix, t, t, C, C, C), k)
-    _store(dk_ptr + heads, dk, rows, keys, T, K, H * K)
-    whole = tl.sum(_whole_gradient(dwhole_ptr + place * value_blocks * K, keys, value_blocks, K), axis=0)
-    earlier = t[:, None] < t[None, :]
-    dg = tl.cumsum(from_start, axis=0, reverse=True)
-    dg += tl.sum(tl.where(earlier, to_end[:, None], 0.0), axis=0)
-    dg += _decayed(whole, tl.load(start_ptr + place * C + C - 1))
-    tl.store(dg_ptr + part, dg, mask=rows < T)
+    b, part = row // (H // HEADS), row % (H // HEADS)
+    first = part * HEADS
+    key_head = (b * T * HK + first // (H // HK)) * K
+    dq = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    dk = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    for head in tl.range(0, HEADS, disable_licm=True):
+        tl.debug_barrier()  # keeps the compiler from holding q and k in registers, and addresses
+        t, keys = tl.arange(0, C), block * BLOCK_K + tl.arange(0, BLOCK_K)
+        rows, h = chunk * C + t, first + head
+        place = (b * H + h) * N + chunk
+        values, matrix, state = (b * T * H + h) * V, place * C * C, place * K * V
+        q = _load(q_ptr + key_head, rows, keys, T, K, HK * K)
+        k = _load(k_ptr + key_head, rows, keys, T, K, HK * K)
+        at = block * tl.cast(tokens, tl.int64) + (b * T + rows) * H + h
+        d, e = tl.load(start_ptr + place * C + t), tl.load(end_ptr + place * C + t)
+        # What decays to nothing, as between two sequences, may have overflowed: `_decayed`.
+        from_out = _values_times_state(do_ptr, states_ptr + state, values, rows, keys, T, H, K, V, C, BLOCK_K, BLOCK_V)
+        from_out = _decayed(from_out, (scale * d)[:, None])
+        from_start = tl.sum(q.to(tl.float32) * from_out, axis=1)
+        dscores = _load(dscores_ptr + matrix, t, t, C, C, C)
+        dq += from_out
+        dq += _product(dscores, k)
+        dk += _product(tl.trans(dscores), q)
+        from_end = _values_times_state(u_ptr, dstates_ptr + state, values, rows, keys, T, H, K, V, C, BLOCK_K, BLOCK_V)
+        from_end = _decayed(from_end, e[:, None])
+        to_end = tl.sum(k.to(tl.float32) * from_end, axis=1)
+        dk += from_end
+        if beta_ptr is not None:
+            from_r = _values_times_state(
+                dr_ptr, states_ptr + state, values, rows, keys, T, H, K, V, C, BLOCK_K, BLOCK_V
+            )
+            from_r = _decayed(from_r, d[:, None])
+            predicted = tl.sum(k.to(tl.float32) * from_r, axis=1)
+            tl.store(dbeta_ptr + at, -predicted, mask=rows < T)
+            beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
+            from_start -= beta * predicted
+            dk -= beta[:, None] * from_r
+            dk += _product(_load(dkk_ptr + matrix, t, t, C, C, C), k)
+        whole = tl.sum(_whole_gradient(dwhole_ptr + place * value_blocks * K, keys, value_blocks, K), axis=0)
+        earlier = t[:, None] < t[None, :]
+        dg = tl.cumsum(from_start, axis=0, reverse=True)
+        dg += tl.sum(tl.where(earlier, to_end[:, None], 0.0), axis=0)
+        dg += _decayed(whole, tl.load(start_ptr + place * C + C - 1))
+        tl.store(dg_ptr + at, dg, mask=rows < T)
+    rows, keys = chunk * C + tl.arange(0, C), block * BLOCK_K + tl.arange(0, BLOCK_K)
+    if raw_q_ptr is not None:
+        dq = _l2_norm_backward(dq, raw_q_ptr + key_head, rows, keys, T, K, HK * K, eps)
+        dk = _l2_norm_backward(dk, raw_k_ptr + key_head, rows, keys, T, K, HK * K, eps)
+    parts = H // HEADS
+    stored = (b * T * parts + part) * K
+    _store(dq_ptr + stored, dq, rows, keys, T, K, parts * K)
+    _store(dk_ptr + stored, dk, rows, keys, T, K, parts * K)
 
 
 @jit
@@ -535,16 +582,13 @@ def l2_norm_kernel(x_ptr, y_ptr, M, K, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.c
 
 
 @jit
-def sum_heads_kernel(grad_ptr, x_ptr, dx_ptr, M, K, GROUP, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The gradient of queries or keys from those of their value heads, through their L2 norm where x is given."""
+def sum_heads_kernel(grad_ptr, x_ptr, dx_ptr, M, K, PARTS, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The gradient of queries or keys from its parts by value heads, through their L2 norm where x is given."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_K)
     dx = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
-    for head in range(0, GROUP):
-        dx += _load(grad_ptr + head * K, rows, cols, M, K, GROUP * K)
+    for part in range(0, PARTS):
+        dx += _load(grad_ptr + part * K, rows, cols, M, K, PARTS * K)
     if x_ptr is not None:
-        x = _load(x_ptr, rows, cols, M, K, K).to(tl.float32)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) + tl.cast(eps, tl.float32)))[:, None]
-        n = x * rstd
-        dx = rstd * (dx - n * tl.sum(n * dx, axis=1)[:, None])
+        dx = _l2_norm_backward(dx, x_ptr, rows, cols, M, K, K, eps)
     _store(dx_ptr, dx, rows, cols, M, K, K)

@@ -18,6 +18,7 @@ from llmk.ops.recurrence._channel_kernels import (
 from llmk.ops.recurrence._chunk_kernels import (
     chunk_inverse_kernel,
     chunk_keys_backward_kernel,
+    chunk_outputs_kernel,
     chunk_scores_backward_kernel,
     chunk_scores_kernel,
     chunk_states_backward_kernel,
@@ -26,15 +27,19 @@ from llmk.ops.recurrence._chunk_kernels import (
     sum_heads_kernel,
 )
 from llmk.ops.recurrence._chunks import L2_EPS, Call, chunk_size, sequence_indices
-from llmk.registry import cdiv, empty, next_power_of_2, shared_memory, wrap_triton
+from llmk.registry import cdiv, empty, next_power_of_2, num_programs, shared_memory, wrap_triton
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs as all kernels read them: contiguous and padded; queries and keys normalized where they are to be."""
+    """The inputs as all kernels read them: contiguous and padded; queries and keys normalized where they are to be, and
+    then also as they were.
+    """
 
     q: Tensor
     k: Tensor
+    raw_q: Tensor | None
+    raw_k: Tensor | None
     v: Tensor
     g: Tensor
     beta: Tensor | None
@@ -105,8 +110,9 @@ def inputs(call: Call) -> Inputs:
     g = padded(call.g) if call.g.dim() == 4 else call.g.contiguous()
     initial = None if call.initial_state is None else padded(call.initial_state, 2)
     index = None if call.sequence_ids is None else sequence_indices(call.sequence_ids)
+    raw_q, raw_k = (q, k) if call.l2_norm_qk else (None, None)
     q, k = (_l2_normalized(q), _l2_normalized(k)) if call.l2_norm_qk else (q, k)
-    return Inputs(q, k, v, g, contiguous(call.beta), initial, index, call.factor)
+    return Inputs(q, k, raw_q, raw_k, v, g, contiguous(call.beta), initial, index, call.factor)
 
 
 def _rows_tile(K: int) -> dict[str, int]:
@@ -119,18 +125,6 @@ def _l2_normalized(x: Tensor) -> Tensor:
     M, y = x.numel() // K, empty(x.shape, x.dtype, x.device)
     wrap_triton(l2_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](x, y, M, K, L2_EPS, **tile)
     return y
-
-
-def _sum_heads(grad: Tensor, x: Tensor, l2_norm_qk: bool) -> Tensor:
-    """The gradient of the queries or keys x from those `[B, T, H, K]` of their value heads, padded."""
-    width, x = x.shape[-1], padded(x)
-    K, tile = x.shape[-1], _rows_tile(x.shape[-1])
-    M, dx = x.numel() // K, empty(x.shape, x.dtype, x.device)
-    group = grad.shape[2] // x.shape[2]
-    wrap_triton(sum_heads_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
-        grad, x if l2_norm_qk else None, dx, M, K, group, L2_EPS, **tile
-    )
-    return cut(dx, width)
 
 
 @dataclass(frozen=True)
@@ -192,8 +186,12 @@ def _inverse(x: Inputs, a: Tensor | None) -> Tensor | None:
     if a is None:
         return None
     inverse = _matrix(x)
-    wrap_triton(chunk_inverse_kernel)[(x.rows * x.sizes[1],)](a, inverse, C=x.chunk, num_warps=2)
+    wrap_triton(chunk_inverse_kernel)[(x.rows * x.sizes[1],)](a, inverse, C=x.chunk, **_inverse_tile(x))
     return inverse
+
+
+def _inverse_tile(x: Inputs) -> dict[str, int | str]:
+    return {"PRECISION": "ieee", "num_warps": 2}
 
 
 def _channel_matrices(x: Inputs, kept: Kept | None, *, keep: bool) -> Matrices:
@@ -233,30 +231,35 @@ def _stages(x: Inputs, most: int = 2) -> int:
     return min(most, 1 if room <= 64 else 2 if room < 100 else 3)
 
 
-def _state_tile(x: Inputs, *, again: bool = False, backward: bool = False) -> dict[str, int]:
-    """A state's block of columns, with all keys: for the forward pass, for states made again, or for their gradient."""
+def _state_tile(x: Inputs, *, outputs: bool = False, rests: bool = False, backward: bool = False) -> dict[str, int]:
+    """A state's block of columns, with all keys: of the walk that makes outputs besides, of that which stores what
+    rounding left, or of the one back.
+    """
     block_k = x.columns(256, x.q.shape[-1])
     if x.is_float32:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
     if block_k > 128:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
-    if (
-        backward
-    ):  # a correction's gradient has more in registers; of channels, in shared memory too, which two steps fill
-        most = 64 if x.beta is None else 32
-        stages = 1 if x.per_channel and x.beta is not None else _stages(x)
-    elif again:
-        most, stages = (32, _stages(x, 3)) if x.beta is None or x.per_channel else (64, _stages(x))
-    else:  # the outputs' operands are in shared memory besides; with a correction's, 64 columns spill
+    most, stages = 64, _stages(x)
+    if backward:  # a correction's gradient has more in registers; of channels, in shared memory too, which two fill
+        most, stages = (64, stages) if x.beta is None else (32, 1 if x.per_channel else stages)
+    elif rests:
+        most, stages = (32, _stages(x, 3)) if x.beta is None or x.per_channel else (64, stages)
+    elif outputs:  # whose operands are in shared memory besides; with a correction's, 64 columns spill
         most, stages = 64 if x.beta is None else 32, max(1, _stages(x, 3) - 1)
     block_v = x.columns(most, x.v.shape[-1])
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": 4, "num_stages": stages}
 
 
+def _programs(x: Inputs, tile: dict[str, int]) -> int:
+    """The programs of a walk."""
+    return x.rows * cdiv(x.v.shape[-1], tile["BLOCK_V"])
+
+
 def _walk(x: Inputs, m: Matrices, tile: dict[str, int], **results: Tensor | None) -> None:
     """Go from chunk to chunk, and write those of the results that are given, by their names in the kernel."""
     T, N, H, _, K, V = x.sizes
-    wrap_triton(chunk_states_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
+    wrap_triton(chunk_states_kernel)[(_programs(x, tile),)](
         m.queries, m.keys, m.ends, x.v, x.beta, m.start, m.end, m.whole, m.scores, m.inverse, x.initial,
         *(results.get(name) for name in ("states", "rests", "u", "out", "final")), x.scale,
         T, N, H, m.heads, K, V, C=x.chunk, **tile,
@@ -272,17 +275,42 @@ class Forward:
     kept: Kept
 
 
+def _makes_outputs(x: Inputs) -> bool:
+    """Return True if the walk makes the outputs too, which reads neither states nor U again.
+
+    A walk whose programs do not fill the device waits longer for each chunk than programs for all chunks at once take.
+    With a correction the blocks of columns are half as many wide, and it takes three programs on each multiprocessor.
+    """
+    filling = num_programs(x.q.device, 1 if x.beta is None else 3)
+    return _programs(x, _state_tile(x, outputs=True)) >= filling
+
+
 def launch_forward(call: Call, *, keep: bool) -> Forward:
     x = inputs(call)
     _, N, H, _, K, V = x.sizes
-    out = x.buffer(x.v.shape)
-    final = x.buffer((x.v.shape[0], H, K, V), torch.float32)
-    m, tile = _matrices(x, None, keep=keep), _state_tile(x)
-    states = x.buffer((x.rows, N, K, V)) if tile["PART"] > 0 else None
-    _walk(x, m, tile, states=states, out=out, final=final)
+    out, final = x.buffer(x.v.shape), x.buffer((x.v.shape[0], H, K, V), torch.float32)
+    m, outputs = _matrices(x, None, keep=keep), _makes_outputs(x)
+    tile = _state_tile(x, outputs=outputs)
+    if outputs:  # a product in parts reads the states that it has stored
+        _walk(x, m, tile, states=x.buffer((x.rows, N, K, V)) if tile["PART"] > 0 else None, out=out, final=final)
+    else:
+        states, u = x.buffer((x.rows, N, K, V)), None if x.beta is None else x.buffer(x.v.shape)
+        _walk(x, m, tile, states=states, u=u, final=final)
+        _outputs(x, m, states, x.v if u is None else u, out)
     kept = Kept(m.inverse, m.scores if x.per_channel else None, m.kk) if keep else Kept(None, None, None)
     width, values = call.q.shape[3], call.v.shape[3]
     return Forward(cut(out, values), cut(final, width, values), kept)
+
+
+def _outputs(x: Inputs, m: Matrices, states: Tensor, u: Tensor, out: Tensor) -> None:
+    """Write the outputs of all chunks at once."""
+    T, N, H, _, K, V = x.sizes
+    size = x.q.element_size()
+    tile = {"BLOCK_K": x.columns(128 // size, K), "BLOCK_V": x.columns(256 // size, V), "num_warps": 4}
+    wrap_triton(chunk_outputs_kernel)[(x.rows * N * cdiv(V, tile["BLOCK_V"]),)](
+        m.queries, u, m.start, m.scores, states, out, x.scale, T, N, H, m.heads, K, V,
+        C=x.chunk, num_stages=_stages(x), **tile,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -308,7 +336,7 @@ def launch_backward(
     rest_dtype = torch.int16 if x.q.dtype == torch.bfloat16 else torch.int32
     rests = None if x.is_float32 else x.buffer((x.rows, N, K, V), rest_dtype)
     states, u = x.buffer((x.rows, N, K, V)), x.v if x.beta is None else x.buffer(x.v.shape)
-    _walk(x, m, _state_tile(x, again=True), states=states, rests=rests, u=None if x.beta is None else u)
+    _walk(x, m, _state_tile(x, rests=True), states=states, rests=rests, u=None if x.beta is None else u)
     dstates, dv = x.buffer(tuple(states.shape)), x.buffer(x.v.shape)
     dr = None if x.beta is None else x.buffer(x.v.shape)
     dinitial = x.buffer(dfinal.shape, torch.float32) if need_initial_state else None
@@ -323,8 +351,8 @@ def launch_backward(
     dq, dk, dg, dbeta = (_channel_gradients if x.per_channel else _gradients)(x, m, made)
     width, values = call.q.shape[3], call.v.shape[3]
     return {
-        "q": _sum_heads(dq, call.q, call.l2_norm_qk),
-        "k": _sum_heads(dk, call.k, call.l2_norm_qk),
+        "q": cut(dq, width),
+        "k": cut(dk, width),
         "v": cut(dv, values),
         "g": cut(dg, width) if x.per_channel else dg,
         "beta": dbeta,
@@ -354,13 +382,38 @@ def _gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, 
         made.do, x.q, x.k, x.v, made.u, made.dr, x.g, x.beta, x.index, dscores, dkk, dg, dbeta, x.scale,
         T, N, H, HK, K, V, C=x.chunk, **tile,
     )  # fmt: skip
-    dq, dk = (x.buffer((*x.v.shape[:3], K), torch.float32) for _ in range(2))
-    wrap_triton(chunk_keys_backward_kernel)[(x.rows * N * blocks,)](
+    heads = _heads_together(x, blocks)
+    is_finished = heads == H // HK and (x.raw_q is None or blocks == 1)
+    raw_q, raw_k = (x.raw_q, x.raw_k) if is_finished else (None, None)
+    shape = (*x.v.shape[:2], H // heads, K)
+    dq, dk = (x.buffer(shape, x.q.dtype if is_finished else torch.float32) for _ in range(2))
+    wrap_triton(chunk_keys_backward_kernel)[(x.rows // heads * N * blocks,)](
         made.do, x.q, x.k, made.u, made.dr, x.beta, m.start, m.end, made.states, made.dstates, made.dwhole,
-        dscores, dkk, dq, dk, dg[1:], None if dbeta is None else dbeta[1:], x.scale,
-        T, N, H, HK, K, V, x.g.numel(), made.dwhole.shape[2], C=x.chunk, **keys_tile,
+        dscores, dkk, raw_q, raw_k, dq, dk, dg[1:], None if dbeta is None else dbeta[1:], x.scale, L2_EPS,
+        T, N, H, HK, K, V, x.g.numel(), made.dwhole.shape[2], heads, C=x.chunk, **keys_tile,
     )  # fmt: skip
+    if not is_finished:
+        dq, dk = _sum_heads(dq, x.q, x.raw_q), _sum_heads(dk, x.k, x.raw_k)
     return dq, dk, sum_partials(dg, x.g.dtype), _summed(x, dbeta)
+
+
+def _heads_together(x: Inputs, blocks: int) -> int:
+    """How many value heads of a key head one program sums the gradients of: all, or as many as leave programs for each
+    chunk and block of channels that fill the device some times over.
+    """
+    _, N, H, HK, *_ = x.sizes
+    group, programs = H // HK, x.rows * N * blocks
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    return max((n for n in divisors if programs // n >= num_programs(x.q.device, 8)), default=1)
+
+
+def _sum_heads(grad: Tensor, x: Tensor, raw: Tensor | None) -> Tensor:
+    """The gradient of the queries or keys x from its parts `[B, T, parts, K]`, or of these before their norm."""
+    K, tile = x.shape[-1], _rows_tile(x.shape[-1])
+    M, dx = x.numel() // K, empty(x.shape, x.dtype, x.device)
+    parts = grad.shape[2] // x.shape[2]
+    wrap_triton(sum_heads_kernel)[(cdiv(M, tile["BLOCK_M"]),)](grad, raw, dx, M, K, parts, L2_EPS, **tile)
+    return dx
 
 
 def _summed(x: Inputs, dbeta: Tensor | None) -> Tensor | None:
@@ -375,8 +428,7 @@ def _keys_tile(x: Inputs) -> dict[str, int]:
     K, V = x.sizes[-2:]
     if x.is_float32:
         return {"BLOCK_K": x.columns(16, K), "BLOCK_V": x.columns(16, V), "num_warps": 8, "num_stages": 1}
-    block_k = x.columns(64 if x.beta is None and not x.per_channel else 32, K)
-    return {"BLOCK_K": block_k, "BLOCK_V": x.columns(64, cdiv(V, 2)), "num_warps": 4, "num_stages": _stages(x)}
+    return {"BLOCK_K": x.columns(32, K), "BLOCK_V": x.columns(64, cdiv(V, 2)), "num_warps": 4, "num_stages": _stages(x)}
 
 
 def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -396,10 +448,15 @@ def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, 
     wrap_triton(channel_pairs_backward_kernel)[(x.rows * N * cdiv(K, tile["BLOCK_K"]),)](
         x.q, x.k, x.g, dscores, dkk, dq, dk, dg_part, T, N, H, HK, K, C=x.chunk, LEVELS=x.levels, **tile
     )
-    dg = x.buffer(x.g.shape, x.g.dtype)
+    dg, is_finished = x.buffer(x.g.shape, x.g.dtype), H == HK and x.raw_q is None
+    dq_part, dk_part = dq, dk
+    if is_finished:
+        dq, dk = (x.buffer(x.g.shape) for _ in range(2))
     wrap_triton(channel_keys_backward_kernel)[(x.rows * N * blocks,)](
         made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, made.dwhole, dg_part,
-        dq, dk, dg, None if dbeta is None else dbeta[1:], x.scale,
+        dq_part, dk_part, dq, dk, dg, None if dbeta is None else dbeta[1:], x.scale,
         T, N, H, HK, K, V, x.v.shape[:3].numel(), made.dwhole.shape[2], C=x.chunk, **keys_tile,
     )  # fmt: skip
+    if not is_finished:
+        dq, dk = _sum_heads(dq, x.q, x.raw_q), _sum_heads(dk, x.k, x.raw_k)
     return dq, dk, dg, _summed(x, dbeta)

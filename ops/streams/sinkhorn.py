@@ -31,7 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import exp
-from llmk.ops.common.samples import normal_resized
+from llmk.ops.common.samples import normal_resized, normal_workloads
+from llmk.ops.streams._patterns import SINKHORN
 from llmk.registry import (
     Cost,
     KernelOp,
@@ -211,18 +212,15 @@ def sinkhorn_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     yield Sample((randn(2, 33, 33), 2), why="several warps")
 
 
-def sinkhorn_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    yield Sample((torch.randn(8192, 4, 4, device=device, dtype=dtype),), why="8192 matrices of 4x4, 20 iterations")
-
-
 @public_op(
     reference=sinkhorn_reference,
     differentiable=("input",),
     kernel_ops=(sinkhorn_fwd, sinkhorn_bwd),
     samples=sinkhorn_samples,
     resized=normal_resized(lambda rows: ((rows, 4, 4),)),
-    workloads=sinkhorn_workloads,
+    workloads=normal_workloads([(8192, 4, 4), (16384, 4, 4)], lambda *shape: [shape]),
     cost=Cost.passes(2, 5),
+    patterns=SINKHORN,
 )
 def sinkhorn(input: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
     """Matrices whose columns sum to 1, and their rows as far as so many iterations go. In float32 with one rounding.

@@ -28,6 +28,7 @@ from torch import Tensor
 from llmk.ops.common.rows import as_rows
 from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_partials
+from llmk.ops.streams._patterns import WRITE_STREAMS
 from llmk.ops.streams.tiles import check_streams, check_weights, tile_of
 from llmk.registry import Cost, KernelOp, Sample, cdiv, check_parameter, empty, jit, public_op, wrap_triton
 
@@ -180,6 +181,7 @@ def write_streams_cost(streams: Tensor, output: Tensor, weights: Tensor, mix: Te
     resized=normal_resized(lambda rows: ((rows, 4, 48), (rows, 48), (rows, 4), (rows, 4, 4))),
     workloads=write_streams_workloads,
     cost=write_streams_cost,
+    patterns=WRITE_STREAMS,
 )
 def write_streams(streams: Tensor, output: Tensor, weights: Tensor, mix: Tensor) -> Tensor:
     """Each token's residual streams mixed, and its layer's output added to each with a weight.

@@ -42,27 +42,29 @@ class Launcher:
         values: list[Any] = []
         described = False
         for arg in args:
-            if isinstance(arg, Tensor):
-                address = arg.data_ptr()
-                values.append(address)
-                parts += (arg.dtype, not address & 15)
-                continue
-            values.append(arg)
             kind = type(arg)
-            if kind is int:  # Triton tells apart 1, multiples of 16, and what needs 64 bits
+            if arg is None:
+                parts.append(None)
+            elif kind is int:  # Triton tells apart 1, multiples of 16, and what needs 64 bits
                 if -_INT32 <= arg < _INT32:
                     parts.append("1" if arg == 1 else "16" if not arg & 15 else "int")
                 elif -_INT64 <= arg < _INT64:
                     parts.append(_LONG[not arg & 15])
                 else:
-                    self._refuse(arg, len(values) - 1)
+                    self._refuse(arg, len(values))
+            elif kind is Tensor or isinstance(arg, Tensor):
+                address = arg.data_ptr()
+                parts += (arg.dtype, not address & 15)
+                values.append(address)
+                continue
             elif kind is float:  # the type, not the value
                 parts.append(kind)
             elif kind is TensorDescriptor:
                 described = True
-                parts += (kind, arg.base.dtype, arg.padding, arg.round_f32_to_tf32, *arg.block_shape)
+                parts += (kind, arg.base.dtype, *arg.block_shape)
             else:
                 parts += (kind, arg)
+            values.append(arg)
         key = tuple(parts)
         built = self._built.get(key)
         if built is None:

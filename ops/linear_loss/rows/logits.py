@@ -63,6 +63,7 @@ class LogitRows:
 
     def __init__(self, layer: Projection, compacted: CompactedTokens, plan: Plan) -> None:
         self.layer, self.compacted, self.plan, self.N = layer, compacted, plan, layer.x.shape[0]
+        self._ends: dict[int, Tensor] = {}
 
     def buffer(self, rows: int, dtype: torch.dtype = torch.float32, more: int = 0) -> Tensor:
         """Return an uninitialized matrix of so many rows, or of all, and some more columns."""
@@ -76,7 +77,12 @@ class LogitRows:
 
     def end(self, rows: slice) -> Tensor:
         """Return how many of some rows count, int32 `[1]`."""
-        return self.compacted.end(rows, self.layer.x.device)
+        if self.compacted.count is not None:
+            return self.compacted.end(rows, self.layer.x.device)
+        number = rows.stop - rows.start  # most chunks have as many
+        if number not in self._ends:
+            self._ends[number] = self.compacted.end(rows, self.layer.x.device)
+        return self._ends[number]
 
     def chunks(self) -> Iterator[slice]:
         """Yield the rows of each chunk, one at least."""
