@@ -12,7 +12,7 @@ import functools
 import inspect
 import textwrap
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
 from typing import Any, ClassVar, NamedTuple
@@ -117,6 +117,14 @@ class _Replaced(ast.NodeTransformer):
 def replace(node: ast.AST, new: Callable[[Any], Any]) -> None:
     """Put `new(n)` in the place of every node n inside of a node, the innermost first."""
     _Replaced(new).generic_visit(node)
+
+
+def blocks(definition: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
+    """Yield the statements of a function and of each branch and loop in it; whoever changes a list changes them."""
+    for node in ast.walk(definition):
+        for statements in (getattr(node, "body", None), getattr(node, "orelse", None)):
+            if isinstance(statements, list):
+                yield statements
 
 
 def load(name: str) -> ast.Name:

@@ -20,7 +20,7 @@ from llmk.ops.streams.tiles import MAX_STREAMS
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.classes import changes_of
 from llmk.transformers.guards import is_hooked
-from llmk.transformers.rewrite import Edit, Source
+from llmk.transformers.rewrite import Edit, Source, blocks
 
 SINKHORN = """
 MATRIX = torch.softmax(LOGITS, dim=-1) + EPS
@@ -130,16 +130,10 @@ class _Expressions(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.cast = _cast_later(node)
-        return self.generic_visit(node)
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        for field in ("body", "orelse"):
-            statements = getattr(node, field, None)
-            if isinstance(statements, list):
-                for block in _BLOCKS:
-                    statements = [*self._replaced(statements, *block)]
-                setattr(node, field, statements)
+        self.generic_visit(node)
+        for statements in blocks(node):
+            for block in _BLOCKS:
+                statements[:] = self._replaced(statements, *block)
         return node
 
     def _replaced(

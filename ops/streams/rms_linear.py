@@ -90,19 +90,32 @@ def _parts(x, WIDEN: tl.constexpr):
 
 
 @jit
-def _add_product(x, w, y, PARTS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """Return y + x w for x as it was loaded and a float32 w.
+def rms_linear_parts_kernel(w_ptr, part_ptr, N, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store the parts `[3, N]` of N numbers: split where they are multiplied, each would be by every block of rows."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = offsets < N
+    parts = _parts(tl.load(w_ptr + offsets, mask=mask, other=0.0).to(tl.float32), WIDEN)
+    for i in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
+        tl.store(part_ptr + i * tl.cast(N, tl.int64) + offsets, parts[i].to(tl.bfloat16), mask=mask)
 
-    Tensor cores round sums of bfloat16 products towards 0, which over 2048 columns makes 7e-6 of a result and not 3e-7.
-    So they add up one block of columns, from the smallest part on.
+
+@jit
+def _load_parts(ptrs, step, mask, WIDEN: tl.constexpr):
+    high, middle = tl.load(ptrs, mask=mask, other=0.0), tl.load(ptrs + step, mask=mask, other=0.0)
+    low = tl.load(ptrs + 2 * step, mask=mask, other=0.0)
+    if WIDEN:
+        high, middle, low = high.to(tl.float32), middle.to(tl.float32), low.to(tl.float32)
+    return high, middle, low
+
+
+@jit
+def _product_of_parts(x, high, middle, low):
+    """Return x times a sum of parts, over one block of columns.
+
+    Tensor cores round sums of bfloat16 products towards 0: over 2048 columns that makes 7e-6 of a result, over a block
+    of them from the smallest part on 3e-7.
     """
-    if PARTS:
-        high, middle, low = _parts(w, WIDEN)
-        x = x.to(high.dtype)
-        y += tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
-    else:
-        y = tl.dot(x.to(tl.float32), w, y, input_precision=PRECISION)
-    return y
+    return tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
 
 
 @jit
@@ -122,10 +135,14 @@ def rms_linear_kernel(
         cols = start + ks
         mask = (rows < M)[:, None] & (cols < end)[None, :]
         x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=mask, other=0.0)
-        w_mask = (cols < end)[:, None] & (outs < P)[None, :]
-        w = tl.load(w_ptr + outs[None, :] * K + cols[:, None], mask=w_mask, other=0.0).to(tl.float32)
+        w_mask, w_ptrs = (cols < end)[:, None] & (outs < P)[None, :], w_ptr + outs[None, :] * K + cols[:, None]
         squares += x.to(tl.float32) * x.to(tl.float32)
-        y = _add_product(x, w, y, PARTS, PRECISION, WIDEN)
+        if PARTS:
+            high, middle, low = _load_parts(w_ptrs, P * K, w_mask, WIDEN)
+            y += _product_of_parts(x.to(high.dtype), high, middle, low)
+        else:
+            w = tl.load(w_ptrs, mask=w_mask, other=0.0).to(tl.float32)
+            y = tl.dot(x.to(tl.float32), w, y, input_precision=PRECISION)
     tl.store(square_ptr + part * M + rows, tl.sum(squares, axis=1), mask=rows < M)
     out_mask = (rows < M)[:, None] & (outs < P)[None, :]
     tl.store(part_ptr + (part * P + outs)[None, :] * M + rows[:, None], y, mask=out_mask)
@@ -180,29 +197,26 @@ def rms_linear_backward_kernel(
     share, shares = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     outs = tl.arange(0, BLOCK_P)
     cols = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    w_mask = (outs < P)[:, None] & (cols < K)[None, :]
-    w = tl.load(w_ptr + outs[:, None] * K + cols[None, :], mask=w_mask, other=0.0).to(tl.float32)
+    w_mask, w_ptrs = (outs < P)[:, None] & (cols < K)[None, :], w_ptr + outs[:, None] * K + cols[None, :]
     if PARTS:
-        w_high, w_middle, _w_low = _parts(w, WIDEN)
-        part = tl.cast(M, tl.int64) * P
+        w_high, w_middle, _w_low = _load_parts(w_ptrs, P * K, w_mask, WIDEN)
+    else:
+        w = tl.load(w_ptrs, mask=w_mask, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_K, BLOCK_P), dtype=tl.float32)
     for start in tl.range(share * BLOCK_M, M, shares * BLOCK_M, num_stages=2):
         rows = start + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & (outs < P)[None, :]
         dy_ptrs = scaled_ptr + (rows * P)[:, None] + outs[None, :]
-        dy = tl.load(dy_ptrs, mask=mask, other=0.0)
         of_x = tl.load(of_x_ptr + rows, mask=rows < M, other=0.0)
         x_mask = (rows < M)[:, None] & (cols < K)[None, :]
         x = tl.load(x_ptr + (rows * x_stride)[:, None] + cols[None, :], mask=x_mask, other=0.0)
         dx = -of_x[:, None] * x.to(tl.float32)
         if PARTS:  # dx is rounded to bfloat16: what three products leave out is 2**-16 of a term
-            high = dy.to(w_high.dtype)
-            middle = tl.load(dy_ptrs + part, mask=mask, other=0.0).to(w_high.dtype)
-            low = tl.load(dy_ptrs + 2 * part, mask=mask, other=0.0).to(w_high.dtype)
+            high, middle, low = _load_parts(dy_ptrs, tl.cast(M, tl.int64) * P, mask, WIDEN)
             dx = tl.dot(high, w_high, tl.dot(high, w_middle, tl.dot(middle, w_high, dx)))
-            columns = tl.trans(x.to(w_high.dtype))
-            dw += tl.dot(columns, high, tl.dot(columns, middle, tl.dot(columns, low)))
+            dw += _product_of_parts(tl.trans(x.to(high.dtype)), high, middle, low)
         else:
+            dy = tl.load(dy_ptrs, mask=mask, other=0.0)
             dx = tl.dot(dy, w, dx, input_precision=PRECISION)
             dw = tl.dot(tl.trans(x.to(tl.float32)), dy, dw, input_precision=PRECISION)
         tl.store(dx_ptr + (rows * K)[:, None] + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=x_mask)
@@ -224,6 +238,18 @@ def _tile(x: Tensor, P: int, columns: int) -> dict[str, Any]:
     }
 
 
+def _operand(weight: Tensor, tile: dict[str, Any]) -> Tensor:
+    """Return the weight as kernels read it: contiguous, or its parts `[3, P, K]`."""
+    weight = weight.contiguous()
+    if not tile["PARTS"]:
+        return weight
+    parts = empty((3, *weight.shape), torch.bfloat16, weight.device)
+    wrap_triton(rms_linear_parts_kernel)[(cdiv(weight.numel(), 1024),)](
+        weight, parts, weight.numel(), WIDEN=INTERPRET, BLOCK_N=1024, num_warps=4
+    )
+    return parts
+
+
 def _rms_linear_fwd(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, (P, K) = as_rows(input), weight.shape
     M, parts, device = x.shape[0], cdiv(K, COLUMNS), x.device
@@ -232,7 +258,7 @@ def _rms_linear_fwd(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
     sums, squares = empty((parts, P, M), torch.float32, device), empty((parts, M), torch.float32, device)
     tile = _tile(x, P, 64)
     wrap_triton(rms_linear_kernel)[(cdiv(M, tile["BLOCK_M"]), parts)](
-        x, weight.contiguous(), sums, squares, M, K, P, x.stride(0), COLUMNS=COLUMNS, **tile, num_warps=4
+        x, _operand(weight, tile), sums, squares, M, K, P, x.stride(0), COLUMNS=COLUMNS, **tile, num_warps=4
     )
     wrap_triton(rms_linear_sum_kernel)[(cdiv(M, 32),)](
         sums, squares, y, ms, M, K, P, parts, eps, BLOCK_M=32, BLOCK_P=tile["BLOCK_P"], num_warps=4
@@ -256,7 +282,7 @@ def _rms_linear_bwd(
     dx = empty(input.shape, input.dtype, x.device)
     partials = empty((shares, P, K), torch.float32, x.device) if need_weight else None
     wrap_triton(rms_linear_backward_kernel)[(blocks, shares)](
-        scaled, of_x, x, weight.contiguous(), dx, partials, M, K, P, x.stride(0),
+        scaled, of_x, x, _operand(weight, tile), dx, partials, M, K, P, x.stride(0),
         **tile, num_warps=4 if tile["PARTS"] else 8,  # of TF32 numbers four warps have too few registers
     )  # fmt: skip
     dw = None if partials is None else sum_partials(partials, weight.dtype)
