@@ -66,7 +66,10 @@ with ThreadPoolExecutor(4) as pool:
 
 
 def test_first_uses() -> None:
-    """Each in a process of its own, forked from one that has imported llmk and used nothing of it."""
+    """Each in a process of its own, forked from one that has imported llmk and used nothing of it.
+
+    After the first one, which finds nothing imported, that process imports what they all need of PyTorch.
+    """
     require_runs(f"""
         import torch, torch.nn.functional as F
         held = torch.ops.llmk
@@ -77,6 +80,7 @@ def test_first_uses() -> None:
             x, w = torch.randn(3, 64), torch.ones(64)
             done = forked(1, lambda: exec(use, globals()))
             assert done["codes"] == [0], (name, done)
+            import torch._inductor.compile_fx, torch.distributed.tensor
     """)
 
 

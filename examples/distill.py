@@ -43,6 +43,7 @@ def plain(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Distillation of a small model")
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--pretraining", type=int, default=80, help="steps on the text itself, before")
     parser.add_argument("--output", type=Path, default=Path("runs/distill"))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,7 @@ def main() -> None:
     generator, data = torch.Generator().manual_seed(0), standard_library()
 
     teacher = new_model(LENGTH, device, TEACHER)
-    print(f"trained the teacher on the text: loss {pretrain(teacher, data, 80, LENGTH, generator):.3f}")
+    print(f"trained the teacher on the text: loss {pretrain(teacher, data, args.pretraining, LENGTH, generator):.3f}")
     teacher.requires_grad_(False)
     student = new_model(LENGTH, device, STUDENT)
     optimizer = torch.optim.AdamW(student.parameters(), lr=4e-3)

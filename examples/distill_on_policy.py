@@ -61,6 +61,7 @@ def plain(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description="On-policy distillation from two teachers")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--pretraining", type=int, default=60, help="steps on the text itself, before")
     parser.add_argument("--output", type=Path, default=Path("runs/distill_on_policy"))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -70,10 +71,10 @@ def main() -> None:
 
     models = [new_model(length, device, config) for config in CONFIGS]
     for model, text in zip(models, (data, lower_case(data)), strict=True):
-        print(f"trained a teacher: loss {pretrain(model, text, 60, length, generator):.3f}")
+        print(f"trained a teacher: loss {pretrain(model, text, args.pretraining, length, generator):.3f}")
         model.requires_grad_(False)
     student = new_model(length, device, STUDENT)
-    print(f"trained the student on the text: loss {pretrain(student, data, 60, length, generator):.3f}")
+    print(f"trained the student on the text: loss {pretrain(student, data, args.pretraining, length, generator):.3f}")
     optimizer = torch.optim.AdamW(student.parameters(), lr=2e-3)
     weight = torch.tensor(WEIGHTS, device=device, dtype=torch.float32)
     divergences = []

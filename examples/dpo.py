@@ -45,6 +45,7 @@ def plain(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Direct preference optimization of a small model")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--pretraining", type=int, default=60, help="steps on the text itself, before")
     parser.add_argument("--output", type=Path, default=Path("runs/dpo"))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -52,7 +53,7 @@ def main() -> None:
     generator, data = torch.Generator().manual_seed(0), standard_library()
 
     model = new_model(PROMPT + COMPLETION, device)
-    print(f"trained on the text: loss {pretrain(model, data, 60, PROMPT + COMPLETION, generator):.3f}")
+    print(f"trained on the text: loss {pretrain(model, data, args.pretraining, PROMPT + COMPLETION, generator):.3f}")
     reference = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     losses = []

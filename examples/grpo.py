@@ -74,6 +74,7 @@ def plain(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Group relative policy optimization of a small model")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--pretraining", type=int, default=60, help="steps on the text itself, before")
     parser.add_argument("--replay", action="store_true", help="sample under top-k and top-p, and replay the cut")
     parser.add_argument("--output", type=Path, default=Path("runs/grpo"))
     args = parser.parse_args()
@@ -83,7 +84,7 @@ def main() -> None:
     generator, data = torch.Generator().manual_seed(0), standard_library()
 
     model = new_model(PROMPT + COMPLETION, device)
-    print(f"trained on the text: loss {pretrain(model, data, 60, PROMPT + COMPLETION, generator):.3f}")
+    print(f"trained on the text: loss {pretrain(model, data, args.pretraining, PROMPT + COMPLETION, generator):.3f}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     reached = []
     for step in range(1, args.steps + 1):

@@ -27,6 +27,13 @@ def run(file: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host times are a median over thousands of calls, seconds for a loss; that they are taken is tested here."""
+    monkeypatch.setattr("benchmarks.host.CALLS", 2)
+    monkeypatch.setattr("benchmarks.host.ROUNDS", 2)
+
+
 @pytest.fixture
 def add_peer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Any]], None]:
     """Make the only peers those of the test, each one a way to compute swiglu."""
@@ -38,6 +45,7 @@ def add_peer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., An
     return add
 
 
+@pytest.mark.usefixtures("no_cpp")
 def test_one_operator(tmp_path: Path) -> None:
     results = run(tmp_path / "results.json", "swiglu", "--peers", "none")
     assert [row["way"] for row in results["rows"]] == OWN_WAYS
@@ -168,12 +176,6 @@ def test_a_composition_is_timed_like_an_operator(tmp_path: Path) -> None:
     rows = run(tmp_path / "results.json", name, "--first", "--no-compile", "--peers", "none")["rows"]
     assert [(row["op"], row["way"]) for row in rows] == [(name, "llmk eager"), (name, "torch eager")]
     assert all(row["full_ms"] > 0 for row in rows)
-
-
-def test_products_alone_are_a_way_of_fused_linear_ce(tmp_path: Path) -> None:
-    results = run(tmp_path / "results.json", "fused_linear_ce", "--no-compile", "--peers", "none")
-    assert [row["way"] for row in results["rows"]] == ["llmk eager", "torch eager", "products alone"]
-    assert results["rows"][-1]["full_ms"] > 0
 
 
 LINEAR_CE = "torch linear_cross_entropy", "torch linear_cross_entropy chunked"

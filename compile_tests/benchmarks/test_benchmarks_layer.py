@@ -69,6 +69,7 @@ def test_kernels_are_grouped_by_name() -> None:
     assert group_of("Memcpy DtoD (Device -> Device)") == "rest"
 
 
+@pytest.mark.usefixtures("no_cpp")
 def test_variants_are_compiled_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["all kernel"]  # compiling all takes minutes
     monkeypatch.setattr("benchmarks.layer.variants", lambda *_, **__: [VARIANTS[name] for name in names])

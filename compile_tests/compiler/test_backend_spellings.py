@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_tests.helpers.backend_checks import require_equal
+from compile_tests.helpers.breadth import some_of
 from compile_tests.spellings.every import SPELLINGS
 from compile_tests.spellings.losses import H, N, V, at_their_places
 from compile_tests.spellings.norms import EPS, mean_square
@@ -16,9 +17,10 @@ from compile_tests.spellings.registry import angles, classes, tensors
 from compile_tests.spellings.rotations import turn
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", some_of([torch.float32, torch.bfloat16], [torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_found(name: str, dtype: torch.dtype) -> None:
+    """In bfloat16 a graph has the casts too, which in float32 change nothing."""
     spelling = SPELLINGS[name]
     report = require_equal(spelling.fn, tensors(spelling.inputs, dtype))
     assert report.replaced == {spelling.operator: 1}, str(report)

@@ -9,7 +9,10 @@ from compile_tests.helpers.scripts import run_script
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("command", ["distill", "distill_on_policy", "dpo", "grpo", "grpo --replay", "moe"])
+PRETRAINED = ("distill", "distill_on_policy", "dpo", "grpo", "grpo --replay")
+
+
+@pytest.mark.parametrize("command", [*(f"{name} --pretraining 1" for name in PRETRAINED), "moe"])
 def test_it_runs(command: str, tmp_path: Path) -> None:
     for module in ("matplotlib", "tokenizers"):
         pytest.importorskip(module)

@@ -24,7 +24,6 @@ EXAMPLES = ROOT / "examples"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SAME = 1e-5  # relative; of losses that differ by the order of sums
 STEPS = 6
-MODELS = ("llama-nano", "qwen3-nano", "gemma2-nano")
 
 
 class Runs:
@@ -78,23 +77,35 @@ def runs(tmp_path: Path, monkeypatch) -> Runs:
     return Runs(tmp_path)
 
 
-def test_two_processes_train_what_one_does(runs: Runs):
-    ways = {f"{model} {way}": ["--model", model, "--parallel", way] for model in MODELS for way in ("fsdp", "tp")}
-    ways |= {"llama-nano ddp": ["--parallel", "ddp"], "llama-nano plain tp": ["--plain", "--parallel", "tp"]}
-    ways |= {f"clipped {way}": ["--clip", 0.5, "--parallel", way] for way in ("ddp", "fsdp", "tp")}
-    ways |= {f"llama-nano compiled {way}": ["--compile", "--parallel", way] for way in ("ddp", "fsdp", "tp")}
-    ways |= {"qwen3-nano compiled tp": ["--compile", "--model", "qwen3-nano", "--parallel", "tp"]}
-    runs.together(runs.launch(2, ways))
-    for model in MODELS:
+def require_same_training(runs: Runs, models: tuple[str, ...], more: dict[str, list[object]]) -> None:
+    """Models train alike in one process, without llmk, spread over two processes in each way, and in `more` ways."""
+    ways = {f"{model} {way}": ["--model", model, "--parallel", way] for model in models for way in ("fsdp", "tp")}
+    runs.together(runs.launch(2, ways | more))
+    for model in models:
         runs.alone(model, "--model", model)
         runs.alone(f"{model} plain", "--model", model, "--plain")
-        runs.check_losses(runs.losses(model), f"{model} plain", *(name for name in ways if name.startswith(model)))
-    runs.alone("clipped", "--clip", 0.5)
-    runs.check_losses(runs.losses("clipped"), *(name for name in ways if name.startswith("clipped")))
-    assert runs.losses("clipped") != runs.losses("llama-nano")
-    for name in (name for name in ways if "compiled" in name):
+        names = (name for name in ways | more if name.startswith(model))
+        runs.check_losses(runs.losses(model), f"{model} plain", *names)
+    for name in (name for name in more if "compiled" in name):
         assert runs.record(name)["runs"]["llmk"]["measured"]["graph_breaks"] == 0
         assert runs.record(name)["runs"]["llmk"]["measured"]["recompiles"] == 0
+
+
+def test_two_processes_train_what_one_does(runs: Runs):
+    clipped = {f"clipped {way}": ["--clip", 0.5, "--parallel", way] for way in ("ddp", "fsdp", "tp")}
+    more = {"llama-nano ddp": ["--parallel", "ddp"], "llama-nano plain tp": ["--plain", "--parallel", "tp"]}
+    more |= {f"llama-nano compiled {way}": ["--compile", "--parallel", way] for way in ("fsdp", "tp")}
+    require_same_training(runs, ("llama-nano", "qwen3-nano"), more | clipped)
+    runs.alone("clipped", "--clip", 0.5)
+    runs.check_losses(runs.losses("clipped"), *clipped)
+    assert runs.losses("clipped") != runs.losses("llama-nano")
+
+
+@pytest.mark.breadth
+def test_two_processes_train_more_models(runs: Runs):
+    compiled = {"qwen3-nano compiled ddp": ["--compile", "--model", "qwen3-nano", "--parallel", "ddp"]}
+    compiled |= {"qwen3-nano compiled tp": ["--compile", "--model", "qwen3-nano", "--parallel", "tp"]}
+    require_same_training(runs, ("gemma2-nano", "qwen3-nano"), compiled)
 
 
 @pytest.mark.breadth

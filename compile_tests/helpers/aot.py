@@ -144,17 +144,28 @@ def launches(
     It is what a GPU of that target is given. Each call is made with every differentiable argument
     wanting its gradient and, if `alone`, with only one of them wanting it.
     """
-    device = torch.device("cpu")  # a build without a GPU aborts on fake GPU tensors that require gradients
-    found: list[Launch] = []
-    with FakeTensorMode(), record_launches(*limits(target)) as recorded:
-        for make, wanted in [(op.samples, samples), (op.workloads, workloads)]:
-            for sample in make(device, dtype) if make is not None and wanted else ():
-                for names in itertools.islice(gradients_wanted(op, sample), None if alone else 1):
-                    forward_and_backward(op, sample, names)
-                    found += recorded
-                    recorded.clear()
+    found = every_launch(op, dtype, samples=samples, workloads=workloads, target=target, alone=alone)
     # AMD's backend specialises on more than NVIDIA's does: what it tells apart is enough for both.
     return distinct(found, TARGETS["gfx942"])
+
+
+def every_launch(
+    op: Op, dtype: torch.dtype, *, samples: bool = True, workloads: bool = True, target: str = "sm_90",
+    alone: bool = True,
+) -> Iterator[Launch]:  # fmt: skip
+    """Yield what `launches` chooses from, call by call."""
+    device = torch.device("cpu")  # a build without a GPU aborts on fake GPU tensors that require gradients
+    mode = FakeTensorMode()
+    for make, wanted in [(op.samples, samples), (op.workloads, workloads)]:
+        made = iter(make(device, dtype) if make is not None and wanted else ())
+        while True:
+            with mode, record_launches(*limits(target)) as recorded:  # what takes a launch runs outside of the mode
+                sample = next(made, None)
+                if sample is None:
+                    break
+                for names in itertools.islice(gradients_wanted(op, sample), None if alone else 1):
+                    forward_and_backward(op, sample, names)
+            yield from recorded
 
 
 def limits(target: str) -> tuple[int, int]:

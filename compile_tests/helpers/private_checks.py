@@ -18,7 +18,7 @@ import torch._inductor.compile_fx  # what they share; nothing may run, for autog
 
 from compile_tests.helpers.forked import forked
 
-TOGETHER = 12
+TOGETHER = 24
 PRIVATE = Path(__file__).resolve().parents[2] / "registry" / "private"
 LOOKED_UP_BY = {"find": 0, "required": 0, "attribute": 1, "getattr": 1}
 """The argument that is the name."""

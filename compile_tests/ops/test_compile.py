@@ -1,4 +1,4 @@
-"""Tests of operators with export, autocast, checkpointing, FLOP counts, caches, memory."""
+"""Tests of operators with export, autocast, FLOP counts, memory; checkpointing is opcheck's promise `checkpointed`."""
 
 import os
 import subprocess
@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmk.opcheck.calls import as_list, call, differentiable_inputs, prepare
+from llmk.opcheck.calls import as_list, call, prepare
 from llmk.opcheck.foreign.adapters import adapted
 from llmk.registry import OPS
 
@@ -48,20 +47,6 @@ def test_meta_device(name: str) -> None:
     for wanted, gradient in outcome.gradients.items():
         assert gradient is not None
         assert gradient.shape == outcome.inputs[wanted].shape
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_activation_checkpointing(name: str, device: torch.device) -> None:
-    op = OPS[name]
-    assert op.resized is not None
-    sample = op.resized(8, device, torch.float32)
-    plain = call(op, sample)
-    rerun = call(op, sample, fn=lambda *args, **kwargs: checkpoint(op.overload, *args, use_reentrant=False, **kwargs))
-    for wanted in differentiable_inputs(op, sample):
-        a, b = plain.gradients[wanted], rerun.gradients[wanted]
-        assert a is not None
-        assert b is not None
-        assert torch.equal(a, b)
 
 
 def test_autocast(device: torch.device) -> None:
@@ -130,8 +115,7 @@ def test_gradients_nobody_wants_are_not_made(device: torch.device) -> None:
     assert counter.get_total_flops() == 2 * 6 * 8 * 10
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_logits_never_exist_whole(reduction: str, device: torch.device) -> None:
+def test_the_logits_never_exist_whole(device: torch.device) -> None:
     """Peak memory of forward and backward stays below that of the logits alone."""
     N, H, V = 4096, 16, 16384
     code = f"""
@@ -141,24 +125,27 @@ def test_the_logits_never_exist_whole(reduction: str, device: torch.device) -> N
         weight = torch.randn({V}, {H}, device=device, requires_grad=True)
         target = torch.randint(0, {V}, ({N},), device=device)
 
-        def peak(n):
+        def peak(n, reduction):
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
             else:
                 open("/proc/self/clear_refs", "w").write("5")
                 before = status("VmRSS")
-            torch.ops.llmk.fused_linear_ce(x[:n], weight, target[:n], reduction="{reduction}").sum().backward()
+            torch.ops.llmk.fused_linear_ce(x[:n], weight, target[:n], reduction=reduction).sum().backward()
             return (torch.cuda.max_memory_allocated() if device.type == "cuda" else status("VmHWM")) - before
 
         def status(key):
             return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])
 
-        peak(64)
-        print(peak({N}))
+        for reduction in ("mean", "none"):
+            peak(64, reduction)
+            print(peak({N}, reduction))
     """
     if device.type == "cpu" and not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("this system does not tell a process's peak memory over a stretch of its run")
     out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr
-    assert int(out.stdout) < 4 * N * V
+    peaks = [int(line) for line in out.stdout.splitlines()]
+    assert len(peaks) == 2
+    assert max(peaks) < 4 * N * V

@@ -1,11 +1,12 @@
-"""Tests of every derivative, on each path of eager mode and compiled: undefined gradients, second ones, settings.
+"""Tests of every derivative by PyTorch's dispatcher and compiled: undefined gradients, second ones, settings.
 
-opcheck asks the same of every sample's kind on the fast path, and of exported programs.
+opcheck asks the same on the fast path, in its promises `undefined_gradients`, `second_derivatives`, `default_device`,
+`default_dtype` and `another_thread`, and of exported programs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,6 @@ from llmk.registry import OPS, KernelOp, Op, Sample, no_gradient, replicate_only
 from llmk.registry.private.tensors import FakeTensorMode
 
 CPU = torch.device("cpu")
-PATHS = {"fast path": nullcontext, "dispatcher": partial(set_short_path_enabled, False)}
-Path = Callable[[], AbstractContextManager[None]]
 
 
 class Undefined(torch.autograd.Function):
@@ -58,7 +57,7 @@ def some_outputs(
     return list(torch.autograd.grad(loss, inputs, allow_unused=False))
 
 
-@pytest.mark.parametrize("way", [*PATHS, "compiled"])
+@pytest.mark.parametrize("way", ["dispatcher", "compiled"])
 @pytest.mark.parametrize("name", ["rms_norm", *(name for name, op in OPS.items() if len(op.schema.returns) > 1)])
 def test_an_undefined_gradient_is_zero(name: str, way: str) -> None:
     op, sample = OPS[name], samples(OPS[name], 1)[0]
@@ -72,7 +71,7 @@ def test_an_undefined_gradient_is_zero(name: str, way: str) -> None:
         args, kwargs, tensors = prepare(op, sample, wanted, **options)
         return some_outputs(fn, args, kwargs, [tensors[name] for name in wanted], undefined)
 
-    with PATHS.get(way, nullcontext)():
+    with set_short_path_enabled(way == "compiled"):
         for undefined in range(len(op.schema.returns)):
             ours = gradients(fn, undefined)
             theirs, exact = gradients(op.reference, undefined), gradients(op.reference, undefined, change=to_float64)
@@ -82,11 +81,10 @@ def test_an_undefined_gradient_is_zero(name: str, way: str) -> None:
                 assert violation is None, f"{argument}, output {undefined}: {violation}"
 
 
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("name", OPS)
-def test_a_second_derivative_is_right_or_raises(name: str, path: Path) -> None:
+def test_a_second_derivative_is_right_or_raises(name: str) -> None:
     op = OPS[name]
-    with path():
+    with set_short_path_enabled(False):
         for sample in samples(op, 12):
             every = differentiable_inputs(op, sample)
             for wanted in [every, *([[one] for one in every] if len(every) > 1 else [])]:
@@ -138,9 +136,8 @@ SETTINGS: dict[str, Callable[[Callable[[], Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("name", OPS)
-def test_no_setting_changes_outputs_or_gradients(name: str, path: Path) -> None:
+def test_no_setting_changes_outputs_or_gradients(name: str) -> None:
     """The gradient is that of one output, so that the others' are undefined."""
     op, sample = OPS[name], samples(OPS[name], 1)[0]
     wanted = differentiable_inputs(op, sample)
@@ -166,11 +163,12 @@ def test_no_setting_changes_outputs_or_gradients(name: str, path: Path) -> None:
             same = a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(a, b)
             assert same, setting
 
-    with path():
+    with set_short_path_enabled(False):
         expected = bits()
         for setting, run in SETTINGS.items():
             require_same(run(bits), expected, setting)
-        with torch.inference_mode():
+    for short_path in (True, False):
+        with set_short_path_enabled(short_path), torch.inference_mode():
             require_same(outputs(), expected[: len(incoming)], "inference mode")
 
 

@@ -1,6 +1,7 @@
 """Outputs and gradients of every operator against float64, by the accuracy rule.
 
-Compiled they are opcheck's to compare: its promises `compiled_samples` and `compiled`.
+The samples in bfloat16, and compiled, are opcheck's to compare: its promises `values_and_gradients`,
+`compiled_samples` and `compiled`.
 """
 
 import pytest
@@ -27,7 +28,7 @@ def test_many_rows(name: str, dtype: torch.dtype, device: torch.device) -> None:
     require_accurate(op, sample, call(op, sample))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.kernels
 def test_samples(name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -37,8 +37,9 @@ adapted = functools.partial(with_lora, **OPTIONS)
 
 
 def pair(family: str = "Llama", first: str = "peft", overrides: Any = None, **options: Any) -> tuple[Any, Any]:
-    """A patched model with adapters, and the same one unpatched."""
-    model = small_model(family, use_cache=False, **(overrides or {"tie_word_embeddings": False}))
+    """A patched model with adapters, of one layer where `overrides` has no other number, and the same one unpatched."""
+    overrides = {"tie_word_embeddings": False, "num_hidden_layers": 1} | (overrides or {})
+    model = small_model(family, use_cache=False, **overrides)
     original = adapted(copy.deepcopy(model), **options)
     if first == "peft":
         model = adapted(model, **options)
@@ -132,7 +133,7 @@ def test_head_and_adapter(first: str, compiled: bool):
 
 
 def test_any_number_of_tokens_is_one_graph():
-    model, _ = pair(overrides={"tie_word_embeddings": False, "num_hidden_layers": 1})
+    model, _ = pair()
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(model, backend=counter, fullgraph=True)
     for shape in ((2, 12), (3, 17), (5, 9)):
@@ -182,7 +183,7 @@ def test_tied_adapters():
     """The adapter's parameters are views of those of the embedding's, which no copy can be made of."""
     tied = {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
     inputs, results = batch(), []
-    for model in pair(overrides={"tie_word_embeddings": True}, **tied):
+    for model in pair(overrides={"tie_word_embeddings": True, "num_hidden_layers": 2}, **tied):
         results.append(step(model, lambda model=model: model(**inputs).loss))
         embedding = model.get_base_model().get_input_embeddings().lora_embedding_B["default"]
         assert head_of(model).lora_A["default"].weight.data_ptr() == embedding.data_ptr()

@@ -159,7 +159,7 @@ def test_a_wrapped_model_with_adapters_inside():
 
 def test_packed_rows():
     """Position ids that start again keep attention within each sequence, eager and compiled."""
-    model, original = pair()
+    model, original = pair(num_hidden_layers=1)
     ids, positions = tokens(2, 12), torch.cat((torch.arange(5), torch.arange(7))).expand(2, 12)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for run in (model, compiled):
@@ -168,7 +168,7 @@ def test_packed_rows():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_rows(side: str):
-    model, original = pair()
+    model, original = pair(num_hidden_layers=1)
     ids, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
     mask[1, :4] = 0
     mask = mask if side == "left" else mask.flip(1)
@@ -189,7 +189,8 @@ def test_no_mask_is_built_when_compiled(family: str):
         seen.extend(tuple(v.shape) for v in values if isinstance(v, torch.Tensor) and v.dtype == torch.bool)
         return graph.forward
 
-    model, original = pair(family, sliding_window=32) if family != "Llama" else pair()
+    window = {} if family == "Llama" else {"sliding_window": 32}
+    model, original = pair(family, num_hidden_layers=1, **window)
     ids = tokens(1, S)
     torch.compile(original, fullgraph=True, backend=backend)(input_ids=ids, labels=ids)
     assert any(shape[-2:] == (S, S) for shape in seen)
@@ -199,7 +200,7 @@ def test_no_mask_is_built_when_compiled(family: str):
 
 
 def test_a_window_that_reaches_less_far_than_the_row_is_kept():
-    model, original = pair("Mistral", sliding_window=6)
+    model, original = pair("Mistral", sliding_window=6, num_hidden_layers=1)
     ids = tokens(2, 12)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same_training(model, original, compiled, input_ids=ids, labels=ids)
@@ -238,7 +239,7 @@ def test_gradient_accumulation():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradient_checkpointing(compiled: bool):
-    model, original = pair()
+    model, original = pair(num_hidden_layers=1)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     ids = tokens(2, 9)
@@ -273,7 +274,7 @@ def test_selective_checkpointing_by_operator():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_autocast_with_float32_weights(compiled: bool, device: torch.device):
     """Within bfloat16's own error of the unpatched model's float32 gradients."""
-    model, original = pair()
+    model, original = pair(num_hidden_layers=1)
     ids = tokens(2, 33)
     original(input_ids=ids, labels=ids).loss.backward()
     exact = [p.grad.clone() for p in original.parameters()]

@@ -327,10 +327,11 @@ for fn in (one_gradient_alone, target_out_of_range, a_class_that_no_rank_has, wh
     case(fn)
 for fn in (how_a_dtensors_gradient_is_summed, which_weights_stay_where_they_are):
     case(fn)
-case(compiled, "aot_eager")
+case(compiled, "aot_eager", only=4)
 case(compiled, "inductor", only=2)
 for placement in (None, Replicate(), Shard(0), Shard(1)):
     case(dtensors, placement, torch.float32)
+for placement in (Replicate(), Shard(0)):
     case(compiled_dtensors, placement, "aot_eager", only=2)
 case(dtensors, Shard(1), torch.bfloat16)
 for name in ("linear_logprobs", "linear_topk", "fused_linear_jsd", "fused_linear_ce_metrics"):
