@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.ops.streams.rms_linear import MAX_OUTPUTS
-from llmk.ops.streams.sinkhorn import MAX_SIZE
-from llmk.ops.streams.tiles import MAX_STREAMS
+from llmk.ops.streams.tiles import MAX_OUTPUTS, MAX_SIZE, MAX_STREAMS
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.classes import changes_of
 from llmk.transformers.guards import is_hooked

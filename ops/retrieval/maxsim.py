@@ -26,6 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmk.ops.common.samples import normal_resized
 from llmk.ops.retrieval._maxima import (
     KERNELS,
     PYTORCH,
@@ -159,11 +160,6 @@ def maxsim_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample((few, few.expand(2, 3, 8).contiguous()), why="ties: equal tokens, the first one")
 
 
-def maxsim_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    query, document = (torch.randn(n, L, 16, device=device, dtype=dtype) for n, L in ((rows, 3), (5, 7)))
-    return Sample((query, document), why="resized")
-
-
 def maxsim_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for Q, Lq, N, Ld, D in [(128, 32, 128, 300, 128), (32, 24, 32, 1030, 128)]:
         query, document = (
@@ -192,7 +188,7 @@ def maxsim_cost(
     differentiable=("query", "document"),
     kernel_ops=(maxsim_fwd, maxsim_bwd),
     samples=maxsim_samples,
-    resized=maxsim_resized,
+    resized=normal_resized(lambda rows: ((rows, 3, 16), (5, 7, 16))),
     workloads=maxsim_workloads,
     cost=maxsim_cost,
     batch_dependent={

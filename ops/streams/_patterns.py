@@ -29,6 +29,7 @@ from llmk.compiler.patterns import (
     widened,
 )
 from llmk.compiler.spellings import IN_FLOAT32, Mean, Where, axis_back, over_last_axis, transposed_from
+from llmk.ops.streams.tiles import MAX_OUTPUTS, MAX_SIZE, MAX_STREAMS
 
 
 class _Sinkhorn(Pattern):
@@ -57,8 +58,8 @@ def _divided_by_sums(node: Any, axis: int, match: Match) -> tuple[Node, Match] |
 
 def _build_sinkhorn(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     logits = value_of(values["input"])
-    if logits.shape[-2] != logits.shape[-1] or not _is_from_1_to(64, logits.shape[-1]):
-        raise NoMatch("its matrices are not square with sizes up to 64")
+    if logits.shape[-2] != logits.shape[-1] or not _is_from_1_to(MAX_SIZE, logits.shape[-1]):
+        raise NoMatch(f"its matrices are not square with sizes up to {MAX_SIZE}")
     input = widened(builder, values["input"], builder.wanted.dtype)
     return builder(torch.ops.llmk.sinkhorn.default, input, values["iterations"], values["eps"])
 
@@ -77,7 +78,7 @@ def _rms_linear() -> Pattern:
 
 
 def _has_few_rows(weight: Tensor) -> bool:
-    return weight.dim() == 2 and _is_from_1_to(64, weight.shape[0])
+    return weight.dim() == 2 and _is_from_1_to(MAX_OUTPUTS, weight.shape[0])
 
 
 def _build_rms_linear(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
@@ -101,8 +102,8 @@ def _row_put_in(node: Any) -> Node | None:
 def _build_write_streams(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     names = "streams", "output", "weights", "mix"
     streams, *others = (value_of(values[name]) for name in names)
-    if streams.dim() < 2 or not _is_from_1_to(16, streams.shape[-2]):
-        raise NoMatch("it has more than 16 streams, or a number that is known to the device alone")
+    if streams.dim() < 2 or not _is_from_1_to(MAX_STREAMS, streams.shape[-2]):
+        raise NoMatch(f"it has more than {MAX_STREAMS} streams, or their number is symbolic")
     *tokens, N, H = streams.shape
     shapes = (*tokens, H), (*tokens, N), (*tokens, N, N)
     if not all(same_shape(x.shape, shape) for x, shape in zip(others, shapes, strict=True)):

@@ -36,6 +36,7 @@ from llmk.ops.common.rows import as_rows
 from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_partials
 from llmk.ops.streams._patterns import RMS_LINEAR
+from llmk.ops.streams.tiles import MAX_OUTPUTS
 from llmk.registry import (
     REPLICATE,
     Cost,
@@ -59,8 +60,6 @@ from llmk.registry import (
 )
 from llmk.registry.devices import INTERPRET
 
-MAX_OUTPUTS = 64
-"""The most outputs that a program holds of its rows."""
 COLUMNS = 2048
 """Those of a part: so a row's sums are the same among any number of rows."""
 

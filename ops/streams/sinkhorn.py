@@ -33,6 +33,7 @@ from torch import Tensor
 from llmk.ops.common.math import exp
 from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.streams._patterns import SINKHORN
+from llmk.ops.streams.tiles import MAX_SIZE
 from llmk.registry import (
     Cost,
     KernelOp,
@@ -48,9 +49,6 @@ from llmk.registry import (
     public_op,
     wrap_triton,
 )
-
-MAX_SIZE = 64
-"""The largest matrix that one program holds."""
 
 
 def sinkhorn_reference(input: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:

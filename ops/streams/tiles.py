@@ -6,6 +6,10 @@ from llmk.registry import check_dtype, check_parameter, next_power_of_2
 
 MAX_STREAMS = 16
 """The most streams that a program holds a block of columns of."""
+MAX_OUTPUTS = 64
+"""The most outputs of `rms_linear`, which a program holds of its rows."""
+MAX_SIZE = 64
+"""The largest matrix that a program of `sinkhorn` holds."""
 
 
 def check_streams(streams: Tensor) -> None:
