@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from llmk.opcheck.foreign.adapters import tensors_in
+from llmk.opcheck.inputs import mapped
 from llmk.registry.private.operators import schema_of
 from llmk.registry.private.tensors import DispatchMode
 
@@ -45,8 +46,8 @@ class Roundings(DispatchMode):
     """Knows the error of every number that is computed inside, the root mean square.
 
     The error of a result is what it moves by where each of its numbers moves by its own, up or down by chance, and one
-    unit in the last place of a dtype for the operation: rounding takes half of one, and the functions of a GPU, such
-    as its exponential and its division, have errors of up to two. Numbers that were not computed have a unit too.
+    unit in the last place of a dtype for the operation. Numbers that were not computed have a unit too. All errors are
+    in proportion to the unit, of which a rounding is a part.
     """
 
     def __init__(self, unit: float) -> None:
@@ -66,7 +67,7 @@ class Roundings(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema, kwargs = schema_of(func), kwargs or {}
         is_view = any(result.alias_info and not result.alias_info.is_write for result in schema.returns)
-        if is_view or not _floating([args, kwargs]):
+        if is_view or not _floating([*args, *kwargs.values()]):
             return func(*args, **kwargs)
         formula = _formulas().get(func)
         if formula is not None:
@@ -74,7 +75,7 @@ class Roundings(DispatchMode):
                 return formula(*args, **kwargs)
         name = schema.name.removeprefix("aten::")
         is_known = name in _DECIDES or torch.Tag.nondeterministic_seeded in func.tags
-        moved = [] if is_known else [_floating(func(*self._moved(args), **self._moved(kwargs))) for _ in range(_DRAWS)]
+        moved = [] if is_known else [self._results_of_moved(func, args, kwargs) for _ in range(_DRAWS)]
         results = func(*args, **kwargs)
         for place, result in enumerate(_floating(results)):
             squares = [(draw[place] - result).square() for draw in moved] or [torch.zeros_like(result)]
@@ -83,21 +84,20 @@ class Roundings(DispatchMode):
             self.error_of(result).copy_(error.nan_to_num(0.0, posinf=0.0))
         return results
 
-    def _moved(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: self._moved(item) for name, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._moved(item) for item in value]
-        if not _has_arithmetic(value):
-            return value
-        signs = 2 * torch.randint(0, 2, value.shape, generator=self.generator, device="cpu") - 1
-        return value + signs.to(value.device, value.dtype) * self.error_of(value)
+    def _results_of_moved(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        return _floating(func(*mapped(self._moved, args), **mapped(self._moved, kwargs)))
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if not _has_arithmetic(tensor):
+            return tensor
+        signs = 2 * torch.randint(0, 2, tensor.shape, generator=self.generator, device="cpu") - 1
+        return tensor + signs.to(tensor.device, tensor.dtype) * self.error_of(tensor)
 
 
 def _floating(values: Any) -> list[Tensor]:
     """The tensors among values that have arithmetic."""
-    return [value for value in tree_leaves(values) if _has_arithmetic(value)]
+    return [tensor for tensor in tensors_in(values) if _has_arithmetic(tensor)]
 
 
-def _has_arithmetic(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
+def _has_arithmetic(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
