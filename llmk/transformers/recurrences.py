@@ -8,7 +8,7 @@ token by token, which models call to generate, are in `steps.py`.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,11 +51,9 @@ class DeltaRule(FunctionForm):
 
     operator = "gated_delta_rule"
     positional = range(3, 6)
-    missing: ClassVar[frozenset[str]] = frozenset()
-    """The options that the functions do not have."""
 
     def takes(self, names: list[str]) -> bool:
-        return names[3:5] == ["g", "beta"] and set(parameters(self.call)[5:]) - set(names) == self.missing
+        return names[3:5] == ["g", "beta"] and set(parameters(self.call)[5:]) <= set(names)
 
     @property
     def cases(self) -> list[tuple[int, bool, dict[str, Any]]]:
@@ -116,15 +114,11 @@ class DeltaRule(FunctionForm):
         if not self.fits(query, key, value, g, beta, initial_state):
             return NotImplemented
         state = None if initial_state is None else initial_state.float()
-        out, final = self.computed((query, key, value, g, beta), state, use_qk_l2norm_in_kernel, kwargs)
+        ids = _ids_from(kwargs, state, query)
+        out, final = functional.gated_delta_rule(
+            query, key, value, g, beta, initial_state=state, l2_norm_qk=use_qk_l2norm_in_kernel, sequence_ids=ids
+        )
         return out, final if output_final_state else None
-
-    def computed(
-        self, inputs: tuple[Tensor, ...], state: Any, normalized: bool, options: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the operator computes of inputs that fit: the output and the last state."""
-        ids = _ids_from(options, state, inputs[0])
-        return functional.gated_delta_rule(*inputs, initial_state=state, l2_norm_qk=normalized, sequence_ids=ids)
 
     def fits(self, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> bool:
         """Return True if the operators take the arguments, with as many heads as the function takes."""

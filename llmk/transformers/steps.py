@@ -4,7 +4,6 @@ A function that goes token by token is tried with a few, and replaced where it i
 update of a convolution changes the state that it is given, as causal-conv1d's does.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -27,7 +26,9 @@ class DeltaRuleStep(DeltaRule):
     """Functions of queries, keys, values, log decays and beta that go token by token: no size of chunks."""
 
     operator = "gated_delta_rule_step"
-    missing = frozenset({"chunk_size"})
+
+    def takes(self, names: list[str]) -> bool:
+        return super().takes(names) and "chunk_size" not in names
 
     @property
     def cases(self) -> list[tuple[int, bool, dict[str, Any]]]:
@@ -35,15 +36,25 @@ class DeltaRuleStep(DeltaRule):
         final = {"output_final_state": True}
         return [(9, True, final), (9, True, final | {"use_qk_l2norm_in_kernel": True})]
 
-    def fits(self, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> bool:
-        return state is not None and super().fits(q, k, v, g, beta, state) and q.shape[1] == 1
-
-    def computed(
-        self, inputs: tuple[Tensor, ...], state: Any, normalized: bool, options: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        by_token = (x.squeeze(1) for x in inputs)
-        out, final = functional.gated_delta_rule_step(*by_token, state=state, l2_norm_qk=normalized)
-        return out.unsqueeze(1), final
+    def call(  # type: ignore[override]
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        g: Any,
+        beta: Any,
+        initial_state: Any = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if initial_state is None or not self.fits(query, key, value, g, beta, initial_state) or query.shape[1] != 1:
+            return NotImplemented
+        q, k, v, g, beta = (x.squeeze(1) for x in (query, key, value, g, beta))
+        out, final = functional.gated_delta_rule_step(
+            q, k, v, g, beta, initial_state.float(), l2_norm_qk=use_qk_l2norm_in_kernel
+        )
+        return out.unsqueeze(1), final if output_final_state else None
 
 
 # ---- the convolution
