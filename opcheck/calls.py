@@ -391,7 +391,12 @@ def violation_of(
     others = reference.near(i) + [(result, exact) for result in given if result is not None]
     if accuracy_violation(actual, composition, exact, factor, others, error_bound(MORE_DRAWS)) is None:
         return None
-    # Or another order of the same operations leaves another rounding, which shows where terms cancel.
-    rounded = reference.roundings(i)
-    others, bound = [*others, (exact + ROUNDINGS * rounded, exact)], error_bound(MORE_DRAWS) + rounded
+    # Or all these inputs have one rounding in common, of a number of which little is left.
+    others, bound = others + reference.far(i), error_bound(MORE_DRAWS) + reference.roundings(i)
+    violation = accuracy_violation(actual, composition, exact, factor, others, bound)
+    if violation is None:
+        return None
+    # Or terms cancel, of which another order of the sums leaves another rounding.
+    cancelled = reference.cancelled(i)
+    others, bound = [*others, (exact + ROUNDINGS * cancelled, exact)], torch.maximum(bound, cancelled)
     return accuracy_violation(actual, composition, exact, factor, others, bound)

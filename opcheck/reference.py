@@ -7,11 +7,13 @@ operations in the inputs' dtype can be expected to do better. A float32 result o
 arithmetic, which rounds none of what it computes to 16 bits: for it the inputs move by a unit of float32. A record may
 add what a formula loses (`Op.error_bound`).
 
-The composition's error is measured on neighbouring inputs too, which differ from these in their last place. They can
-repeat one rounding all the same: with p = 0.99, p - 1 is what is left of two numbers a hundred times its size, and
-moves by less than the last place of p where the inputs move by theirs, so that every neighbour has the same p, and
-what it lost. And where a result cancels, the composition may lose nothing and another order of the same sums
-something. So before a result is called wrong, the errors of the reference's operations are followed (`Roundings` in
+The composition's error is measured on neighbouring inputs too, first on such as these. They can repeat one rounding all
+the same: with p = 0.99, p - 1 is what is left of two numbers a hundred times its size, and moves by less than the last
+place of p where the inputs move by theirs, so that every neighbour has the same p, and what it lost. So others are FAR
+enough to round it anew, and count where a result moves about as far as its error bound says: as a tangent goes.
+
+Where a result cancels, the composition may lose nothing and another order of the same sums something. So before a
+result is called wrong, the reference also runs with the error of every operation followed (`Roundings` in
 roundings.py).
 """
 
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.accuracy.neighbours import NEIGHBOURS, Change, copy_with_layout, nudged, to_float64
+from llmk.accuracy.neighbours import FAR, NEIGHBOURS, Change, copy_with_layout, nudged, to_float64
 from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, comparable, differentiable_inputs, prepare, tensors_of
 from llmk.opcheck.roundings import Roundings
 from llmk.registry import Op, Sample
@@ -35,9 +37,10 @@ DRAWS = 8
 """The draws for an error bound. It is their root mean square, so that few elements get one that is far too small."""
 MORE_DRAWS = 32
 """The draws before a result is called wrong."""
+CANCELS = 16
+"""The roundings by which a result moves whose terms are so much larger that four bits of it are lost, or more."""
 RMS_OF_ROUNDING = 12**-0.5
 """The root mean square of the errors of rounding to the nearest number, in units in the last place."""
-_COARSEST = torch.finfo(torch.bfloat16).eps
 _MOST_KEPT = 64
 
 
@@ -84,13 +87,44 @@ class Reference:
         """The composition and the reference on inputs near the sample's."""
         return [(self.run(self.nudge(seed)), self.run(self.nudge(seed, torch.float64))) for seed in range(self.count)]
 
+    @cached_property
+    def farther(self) -> list[tuple[list[Tensor | None], list[Tensor | None]]]:
+        """The same on inputs that are `FAR` from it."""
+        seeds = range(self.count, 2 * self.count)
+        return [(self.run(self.nudge(seed, by=FAR)), self.run(self.nudge(seed, torch.float64, FAR))) for seed in seeds]
+
     def near(self, result: int) -> list[tuple[Tensor, Tensor]]:
         """Return a result of the composition and of the reference, on each of the neighbours."""
         return [(composition[result], exact[result]) for composition, exact in self.neighbours]  # type: ignore[misc]
 
+    def far(self, result: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the same on the far inputs, without an error where an element moves by more than its error bound."""
+        here, pairs = self.exact[result], []
+        assert here is not None
+        linear = 4 * FAR / self.unit(result) * self.error_bound(result, MORE_DRAWS)  # few draws are beyond 4 rms
+        for compositions, references in self.farther:
+            composition, exact = compositions[result], references[result]
+            assert composition is not None
+            assert exact is not None
+            pairs.append((torch.where((exact - here).abs() <= linear, composition.double(), exact), exact))
+        return pairs
+
     def roundings(self, result: int) -> Tensor:
-        """Return the error that roundings within the formula leave in each element: its root mean square."""
-        return RMS_OF_ROUNDING * self.moved_within(result)
+        """Return the composition's own rounding error in each element, the root mean square over the far inputs."""
+        errors = [(composition - exact).square() for composition, exact in self.far(result)]
+        return torch.stack(errors).mean(0).sqrt().nan_to_num(0.0, posinf=0.0)
+
+    def cancelled(self, result: int) -> Tensor:
+        """Return the error that roundings within the formula leave in each element whose terms cancel, 0 in the others.
+
+        Terms cancel where the roundings of float32, in which kernels compute, move a result by more than CANCELS of its
+        own: a chain of n operations without it moves its result by some sqrt(n).
+        """
+        exact = self.exact[result]
+        assert exact is not None
+        moved = self.moved_within(result)
+        cancels = moved > CANCELS * torch.finfo(torch.float32).eps * exact.abs()
+        return torch.where(cancels, RMS_OF_ROUNDING * moved, 0.0)
 
     def moved_within(self, result: int) -> Tensor:
         """Return what roundings within the formula move each element by: of a unit of float32 each.
@@ -120,13 +154,13 @@ class Reference:
         floats = [
             t.dtype for t in (*tensors_of(self.op, self.sample).values(), self.composition[result]) if t is not None
         ]
-        return min((torch.finfo(dtype).eps for dtype in floats if dtype.is_floating_point), default=_COARSEST)
+        return min((torch.finfo(dtype).eps for dtype in floats if dtype.is_floating_point), default=FAR)
 
     def moved(self, result: int, draws: int) -> list[list[Tensor | None]]:
         """Return the results on so many inputs that moved by the unit of one of the results."""
         unit = self.unit(result)
         floating = [t.dtype for t in tensors_of(self.op, self.sample).values() if t.is_floating_point()]
-        own = min((torch.finfo(dtype).eps for dtype in floating), default=_COARSEST)  # of integers alone nothing moves
+        own = min((torch.finfo(dtype).eps for dtype in floating), default=FAR)  # of integers alone nothing moves
         found = self._moved.setdefault(unit, [])
         while len(found) < draws:
             found.append(self.run(self.nudge(len(found), torch.float64, unit if unit < own else None)))

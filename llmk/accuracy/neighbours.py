@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 NEIGHBOURS = 8
-"""Inputs near one on which a composition's error is measured too; opcheck takes twice as many."""
+"""Inputs near one on which a composition's error is measured too; opcheck takes twice as many, and as many far ones."""
+FAR = torch.finfo(torch.bfloat16).eps
+"""The relative distance of the far inputs, which rounds every number anew, also a float32 difference of 2^-16."""
 
 Change = Callable[[Tensor], Tensor]
 
