@@ -87,7 +87,7 @@ the chunk's first state belongs to, e_j where j is not in that of the last token
 
 **Kernels.** `chunk_scores_kernel` and `chunk_inverse_kernel` make d, e, P, A and T of every chunk, the inverse in
 float32 by blocks of twice the size each time, from 16 rows on as a product of three blocks, whose operands are three
-products' parts where T is rounded to 16 bits; `chunk_states_kernel` goes from chunk to chunk, a program for each head
+products' parts where T is rounded to bfloat16; `chunk_states_kernel` goes from chunk to chunk, a program for each head
 and block of V, with S in registers, and makes U, and O where these programs fill the device. Where they do not,
 `chunk_outputs_kernel` makes O of all chunks at once. The backward pass repeats the first and the third, which then
 stores each chunk's S and U, goes back from chunk to chunk in `chunk_states_backward_kernel`, and makes M and N + N^T of

@@ -200,9 +200,9 @@ def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr):
     """T of one chunk, the inverse of I + A, made over A: by blocks of twice the size each turn.
 
     Where X has the inverses of the blocks of s rows on the diagonal and L the part of A in the lower left corners of
-    those of 2 s, X - X L X has the inverses of these. Where T is rounded to 16 bits the products are made in parts.
+    those of 2 s, X - X L X has the inverses of these. Where T is rounded to bfloat16 the products are made in parts.
     """
-    PRECISION: tl.constexpr = WHOLE if inverse_ptr.dtype.element_ty == tl.float32 else IN_PARTS
+    PRECISION: tl.constexpr = IN_PARTS if inverse_ptr.dtype.element_ty == tl.bfloat16 else WHOLE
     matrix = tl.program_id(0).to(tl.int64) * C * C
     a_ptr += matrix
     _first_inverses(a_ptr, C, PRECISION)
