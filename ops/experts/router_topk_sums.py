@@ -271,7 +271,12 @@ def router_topk_sums(
         input: Logits `[..., T, E]` of T tokens of each sequence, float32, float16 or bfloat16, any strides.
         top_k: How many experts a token gets.
         counted: `[..., T]`, bool or a whole number: which tokens are in the sums, all but padding. None: all.
-        scoring: As in `router_topk`, as all others; the probabilities of "sigmoid" are its scores divided by their sum.
+        bias: As in `router_topk`, which also has the other options.
+        scoring: "softmax" or "sigmoid"; the probabilities of the second are its scores divided by their sum.
+        num_groups: Into how many groups of neighbours the experts are divided.
+        topk_groups: Of how many groups experts may be chosen.
+        normalize: Whether a token's weights are divided by their sum.
+        scale: What the weights are multiplied by at the end.
 
     Returns:
         The weights `[..., T, top_k]`; the sum over tokens of the probability of each expert `[..., E]`, and that of the
