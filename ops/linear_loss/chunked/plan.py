@@ -1,9 +1,12 @@
 """The plan of a loss over a vocabulary: how many rows of P exist at a time, and in what dtype dW is summed.
 
     memory   dW's sums + C V e, of a chunk of C rows; in the backward pass dW twice, as it is scaled
-             with logits in memory, of a block of rows at a time, as much as P's for these
-    time     3 products of 2 N V H FLOPs, that of dx in waves of tiles, and for each chunk what it reads of W and what
-             it reads and writes of dW
+             with logits in memory, of a block of B rows at a time, 4 B V for each float32 matrix of these
+    time     3 products of 2 N V H FLOPs, that of dx in waves of tiles, one more for each further matrix of logits, and
+             for each chunk what it reads of W and what it reads and writes of dW
+
+A block's logits take what P takes, if these are BLOCK_ROWS or more: a product of fewer reads W for longer than it
+multiplies.
 
 dW is summed in the weight's own dtype over up to ROUNDED_CHUNKS chunks: each adds its float32 product to what is there
 and rounds once. With rows and exponentials that are rounded the accuracy rule has no room for more; beyond, and in
@@ -38,6 +41,8 @@ ROW_MULTIPLE = 128
 """A chunk is a multiple of it, which keeps the products' tiles whole."""
 ROUNDED_CHUNKS = 2
 """The most chunks over which dW is summed in the weight's own dtype."""
+BLOCK_ROWS = 512
+"""Rows by which a product multiplies twice as long as it reads W in 16 bits: 2 FLOPS / BYTES, in whole tiles."""
 MOST_CHUNKS = 64
 GROUP_BUDGET = 8 * 2**30
 """The most bytes that one group's P may take for the logits to be made once."""
@@ -51,12 +56,13 @@ FLOAT32_MATRICES = 3
 class Plan:
     """The rows of a loss over N rows whose P exists at a time, and whether dW is summed in its own dtype.
 
-    Where logits are in memory, those of a block of rows of a chunk are.
+    Where logits are in memory, those of a block of rows of a chunk are, in so many float32 matrices.
     """
 
     chunk_rows: int
     rounded_sums: bool
     block_rows: int = 0
+    matrices: int = 0
 
 
 def kept_rows(N: Any, V: Any, element: int) -> Any:
@@ -80,13 +86,13 @@ def plan(
     """
     if not V * H > 0 or N == 0:
         rows = max(N, group, 1)
-        return Plan(rows, True, rows if matrices else 0)
+        return Plan(rows, True, rows if matrices else 0, matrices)
     if on_host:
         chunk_size = chunk_size or max(64, CPU_LOGITS // (V * max(matrices, 1)))
 
     def of(rows: int) -> Plan:
         rounded = dtype != torch.float16 and cdiv(N, rows) <= ROUNDED_CHUNKS
-        return Plan(rows, rounded, _block_rows(rows, dtype, matrices, on_host))
+        return Plan(rows, rounded, _block_rows(rows, dtype, matrices, on_host), matrices)
 
     if chunk_size:
         return of(max(chunk_size // group, 1) * group)
@@ -97,19 +103,20 @@ def plan(
 
 
 def _block_rows(chunk_rows: int, dtype: torch.dtype, matrices: int, on_host: bool) -> int:
-    """Return the rows whose logits take no more than a chunk's P, but for few rows; 0 without logits."""
+    """Return the rows whose logits take no more than a chunk's P, but BLOCK_ROWS at least; 0 without logits."""
     if not matrices or on_host:
         return chunk_rows if matrices else 0
     rows = chunk_rows * dtype.itemsize // (torch.float32.itemsize * matrices)
-    return min(chunk_rows, max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE)
+    return min(chunk_rows, max(rows // ROW_MULTIPLE * ROW_MULTIPLE, BLOCK_ROWS))
 
 
 def memory(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> int:
     """Return the bytes that a plan holds at its peak, besides the input, the weight and dx."""
-    matrices = 1 + (FLOAT32_MATRICES if dtype == torch.float32 else 0) + (plan.block_rows > 0)
+    chunk = dtype.itemsize * (1 + (FLOAT32_MATRICES if dtype == torch.float32 else 0)) * min(plan.chunk_rows, N)
+    block = torch.float32.itemsize * plan.matrices * min(plan.block_rows, N)
     weight = V * H * dtype.itemsize
     sums = weight if plan.rounded_sums else 4 * V * H
-    return max(sums + matrices * min(plan.chunk_rows, N) * V * dtype.itemsize, 2 * weight)
+    return max(sums + (chunk + block) * V, 2 * weight)
 
 
 def _price(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> float:
@@ -119,7 +126,8 @@ def _price(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> float:
     rows = chunks * plan.chunk_rows * gradient_cost(plan.chunk_rows, H, MULTIPROCESSORS)
     if rest:
         rows += rest * gradient_cost(rest, H, MULTIPROCESSORS)
-    time = (4 * N + 2 * rows) * V * H / FLOPS + cdiv(N, plan.chunk_rows) * EXPOSED * (3 * weight + 2 * sums) / BYTES
+    products = 2 * (2 + max(plan.matrices - 1, 0)) * N + 2 * rows
+    time = products * V * H / FLOPS + cdiv(N, plan.chunk_rows) * EXPOSED * (3 * weight + 2 * sums) / BYTES
     return time * memory(N, H, V, dtype, plan) ** MEMORY_EXPONENT
 
 
