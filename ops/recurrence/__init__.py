@@ -16,8 +16,11 @@ For one head, with keys and queries of K values, values of V, and a state S [K, 
     d_t = exp(g_1 + ... + g_t)        D_tj = exp(g_{j+1} + ... + g_t) for j <= t        e_j = exp(g_{j+1} + ... + g_C)
 
 Each is the exponential of a sum of log decays, so of a number that is at most 0, and never that of a difference of two
-sums: nothing overflows, and nothing cancels where one decay is strong. Written out, S_t = d_t S + sum_j D_tj k_j u_j^T.
-Put into u_t, this is a triangular system, whose solution is the WY form of the product of the chunk's corrections:
+rounded sums: nothing overflows, and nothing cancels where one decay is strong. Kernels take differences of sums that
+are exact, of multiples of 2**-8, and of sums of what these leave of each log decay.
+
+Written out, S_t = d_t S + sum_j D_tj k_j u_j^T. Put into u_t, this is a triangular system, whose solution is the WY
+form of the product of the chunk's corrections:
 
     A = beta_t D_tj (k_t . k_j) below the diagonal, 0 elsewhere        T = (I + A)^{-1}
     R = beta (V - d K S)                                               U = T R
