@@ -16,8 +16,11 @@ For one head, with keys and queries of K values, values of V, and a state S [K, 
     d_t = exp(g_1 + ... + g_t)        D_tj = exp(g_{j+1} + ... + g_t) for j <= t        e_j = exp(g_{j+1} + ... + g_C)
 
 Each is the exponential of a sum of log decays, so of a number that is at most 0, and never that of a difference of two
-sums: nothing overflows, and nothing cancels where one decay is strong. Written out, S_t = d_t S + sum_j D_tj k_j u_j^T.
-Put into u_t, this is a triangular system, whose solution is the WY form of the product of the chunk's corrections:
+rounded sums: nothing overflows, and nothing cancels where one decay is strong. Kernels take differences of sums that
+are exact, of multiples of 2**-8, and of sums of what these leave of each log decay.
+
+Written out, S_t = d_t S + sum_j D_tj k_j u_j^T. Put into u_t, this is a triangular system, whose solution is the WY
+form of the product of the chunk's corrections:
 
     A = beta_t D_tj (k_t . k_j) below the diagonal, 0 elsewhere        T = (I + A)^{-1}
     R = beta (V - d K S)                                               U = T R
@@ -122,12 +125,12 @@ forward pass takes it less than 0.11 ms, and no backward pass less than 0.28 ms.
 What each kernel reads and writes takes the time below at 4.2 TB a second, beside what it takes on that H200, in
 microseconds; of the backward pass first those of what it makes again:
 
-    forward   l2_norm 64, 65        chunk_scores 80, 163       chunk_inverse 48, 128            chunk_states 128, 397
-    backward  l2_norm 64, 64        chunk_scores 48, 115       chunk_states 223, 308
-              chunk_states_backward 351, 737                   chunk_scores_backward 192, 423
-              chunk_keys_backward 415, 896                     sum_heads 192, 185
+    forward   l2_norm 64, 64        chunk_scores 80, 140       chunk_inverse 48, 127            chunk_states 128, 390
+    backward  l2_norm 64, 65        chunk_scores 48, 98        chunk_states 223, 307
+              chunk_states_backward 351, 739                   chunk_scores_backward 192, 413
+              chunk_keys_backward 415, 895                     sum_heads 192, 186
 
-That is 0.32 ms of 0.75 forward and 1.5 of 2.8 backward. The walks from chunk to chunk are furthest from it: a chunk's
+That is 0.32 ms of 0.72 forward and 1.5 of 2.7 backward. The walks from chunk to chunk are furthest from it: a chunk's
 products wait for each other, and the 115 KiB and up to 200 registers of a program leave room for two on a
 multiprocessor, half of those of this call. Wider blocks of V read queries and keys less often but take longer, with 4
 warps or 8: fewer programs hide what each waits for. The programs of `chunk_keys_backward_kernel` read dO, U and dR for

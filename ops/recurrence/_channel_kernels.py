@@ -15,6 +15,7 @@ from llmk.ops.recurrence._chunk_kernels import (
     _load,
     _load_tokens,
     _product,
+    _same_sequence,
     _states_products,
     _store,
     _store_symmetric,
@@ -67,14 +68,6 @@ def _spans(i, j, level):
 def _same_as(index_ptr, rows, other, T):
     """True where tokens are in one sequence with another."""
     return _index(index_ptr, rows, T) == _index(index_ptr, other, T)
-
-
-@jit
-def _same_sequence(index_ptr, rows, T, pairs):
-    if index_ptr is not None:
-        index = _index(index_ptr, rows, T)
-        pairs &= index[:, None] == index[None, :]
-    return pairs
 
 
 @jit

@@ -94,31 +94,46 @@ def _sums_of(chosen, x, PARTS: tl.constexpr, dtype: tl.constexpr):
 
 
 @jit
-def _between(g, index_ptr, rows, T, C: tl.constexpr):
-    """D."""
-    t = tl.arange(0, C)
-    d = exp(tl.cumsum(tl.where(t[:, None] > t[None, :], g[:, None], 0.0), axis=0))
-    d = tl.where(t[:, None] >= t[None, :], d, 0.0)
-    if index_ptr is not None:
-        index = _index(index_ptr, rows, T)
-        d = tl.where(index[:, None] == index[None, :], d, 0.0)
-    return d
+def _sums_from_start(g):
+    """The sums of a chunk's log decays up to each, as two numbers of which differences lose nothing.
+
+    The first sums multiples of 2**-8 down to -512, where nothing is left: C of them are no more than 2**23 such units,
+    and so are exact. The second sums the rest of each, at most 2**-9.
+    """
+    g = tl.where(g < -512.0, -512.0, g)
+    coarse = tl.floor(g * 256.0) * 0.00390625
+    return tl.cumsum(coarse, axis=0), tl.cumsum(g - coarse, axis=0)
 
 
 @jit
-def _from_start(g, index_ptr, rows, chunk, T, C: tl.constexpr):
+def _between(coarse, fine):
+    """D on the diagonal and below, of the sums from the chunk's start."""
+    return exp((coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :]))
+
+
+@jit
+def _same_sequence(index_ptr, rows, T, pairs):
+    if index_ptr is not None:
+        index = _index(index_ptr, rows, T)
+        pairs &= index[:, None] == index[None, :]
+    return pairs
+
+
+@jit
+def _from_start(coarse, fine, index_ptr, rows, chunk, T, C: tl.constexpr):
     """d."""
-    d = exp(tl.cumsum(g, axis=0))
+    d = exp(coarse + fine)
     if index_ptr is not None:
         d = tl.where(_index(index_ptr, rows, T) == _index(index_ptr, chunk * C - 1, T), d, 0.0)
     return d
 
 
 @jit
-def _to_end(g, index_ptr, rows, chunk, T, C: tl.constexpr):
+def _to_end(coarse, fine, index_ptr, rows, chunk, T, C: tl.constexpr):
     """e."""
-    t = tl.arange(0, C)
-    e = exp(tl.sum(tl.where(t[:, None] > t[None, :], g[:, None], 0.0), axis=0))
+    last = tl.arange(0, C) == C - 1
+    until = tl.sum(tl.where(last, coarse, 0.0), axis=0)
+    e = exp((until - coarse) + (tl.sum(tl.where(last, fine, 0.0), axis=0) - fine))
     if index_ptr is not None:
         e = tl.where(_index(index_ptr, rows, T) == _index(index_ptr, chunk * C + C - 1, T), e, 0.0)
     return e
@@ -154,16 +169,16 @@ def chunk_scores_kernel(
     t = tl.arange(0, C)
     rows = chunk * C + t
     qk, kk = _keys_products(q_ptr, k_ptr, rows, T, K, HK, a_ptr is not None, C, BLOCK_K)
-    g = _load_tokens(g_ptr, rows, T, H)
+    coarse, fine = _sums_from_start(_load_tokens(g_ptr, rows, T, H))
     tokens = (row * N + chunk) * C + t
-    tl.store(start_ptr + tokens, _from_start(g, index_ptr, rows, chunk, T, C))
-    tl.store(end_ptr + tokens, _to_end(g, index_ptr, rows, chunk, T, C))
-    d = _between(g, index_ptr, rows, T, C)
+    tl.store(start_ptr + tokens, _from_start(coarse, fine, index_ptr, rows, chunk, T, C))
+    tl.store(end_ptr + tokens, _to_end(coarse, fine, index_ptr, rows, chunk, T, C))
+    d, pairs = _between(coarse, fine), _same_sequence(index_ptr, rows, T, t[:, None] >= t[None, :])
     matrix = (row * N + chunk) * C * C
-    _store(scores_ptr + matrix, _decayed(qk, d) * tl.cast(scale, tl.float32), t, t, C, C, C)
+    _store(scores_ptr + matrix, tl.where(pairs, qk * d, 0.0) * tl.cast(scale, tl.float32), t, t, C, C, C)
     if a_ptr is not None:
         beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-        a = tl.where(t[:, None] > t[None, :], beta[:, None] * _decayed(kk, d), 0.0)
+        a = tl.where(pairs & (t[:, None] > t[None, :]), beta[:, None] * (kk * d), 0.0)
         _store(a_ptr + matrix, a, t, t, C, C, C)
 
 
@@ -455,11 +470,12 @@ def chunk_scores_backward_kernel(
     t = tl.arange(0, C)
     rows = chunk * C + t
     from_out, from_r, dr_v = _values_products(do_ptr, u_ptr, dr_ptr, v_ptr, values, rows, T, V, H, C, BLOCK_V)
-    d = _between(_load_tokens(g_ptr + b * T * H + h, rows, T, H), index_ptr, rows, T, C)
-    dscores = _decayed(from_out, d) * tl.cast(scale, tl.float32)
+    coarse, fine = _sums_from_start(_load_tokens(g_ptr + b * T * H + h, rows, T, H))
+    d, pairs = _between(coarse, fine), _same_sequence(index_ptr, rows, T, t[:, None] >= t[None, :])
+    dscores = tl.where(pairs, from_out * d, 0.0) * tl.cast(scale, tl.float32)
     matrix = (row * N + chunk) * C * C
     _store(dscores_ptr + matrix, dscores, t, t, C, C, C)
-    da = tl.where(t[:, None] > t[None, :], _decayed(-from_r, d), 0.0)
+    da = tl.where(pairs & (t[:, None] > t[None, :]), -from_r * d, 0.0)
     qk, kk = _keys_products(q_ptr, k_ptr, rows, T, K, HK, beta_ptr is not None, C, BLOCK_K)
     between = dscores * qk
     if beta_ptr is not None:

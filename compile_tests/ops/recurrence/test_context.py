@@ -1,4 +1,7 @@
-"""Recurrences and convolutions of sequences whose parts lie on ranks, beside one process that has them whole."""
+"""Recurrences and convolutions of sequences whose parts lie on ranks, beside one process that has them whole.
+
+The ranks are the CPU's with gloo; with `--device cuda` each has a GPU.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from compile_tests.helpers.rank_processes import errors_of_ranks
+from compile_tests.helpers.rank_processes import errors_of_ranks, here
 from compile_tests.helpers.recurrences import inputs
 from llmk import functional
 from llmk.accuracy.rule import accuracy_violation
@@ -29,16 +32,15 @@ def call_of(
     name: str, dtype: torch.dtype, tokens: int, per_channel: bool, V: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors, of which those in `WHOLE` have no tokens, and options."""
-    cpu = torch.device("cpu")
-    q, k, v, g, beta = inputs(2, tokens, 2, 4, 6, V, dtype, cpu, per_channel=per_channel)
+    q, k, v, g, beta = inputs(2, tokens, 2, 4, 6, V, dtype, here(), per_channel=per_channel)
     g = g.float() / 10  # decays that last over several parts
     if name == "causal_conv1d":
-        weight = torch.linspace(-1, 1, 24 * 4, dtype=dtype).view(24, 4)
-        state = torch.linspace(-1, 1, 2 * 24 * 3, dtype=dtype).view(2, 24, 3)
+        weight = torch.linspace(-1, 1, 24 * 4, dtype=dtype, device=here()).view(24, 4)
+        state = torch.linspace(-1, 1, 2 * 24 * 3, dtype=dtype, device=here()).view(2, 24, 3)
         return {"input": q.flatten(2).repeat(1, 1, 2).mT, "weight": weight, "initial_state": state}, {
             "activation": "silu"
         }
-    state = torch.linspace(-1, 1, 2 * 4 * 6 * V, dtype=torch.float32).view(2, 4, 6, V)
+    state = torch.linspace(-1, 1, 2 * 4 * 6 * V, dtype=torch.float32, device=here()).view(2, 4, 6, V)
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": state}
     if name == "gated_delta_rule":
         return tensors, {"l2_norm_qk": True}
@@ -56,22 +58,22 @@ def part(name: str, x: Tensor, rank: int, lengths: tuple[int, ...]) -> Tensor:
 def gradients(
     fn: Callable[..., Results], tensors: Mapping[str, Tensor], weights: Callable[..., Results]
 ) -> list[Tensor]:
-    """Output, final state, and the gradients of all tensors through both."""
+    """Output, final state, and the gradients of all tensors through both, on the CPU."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
     out, final = fn(**leaves)
     found = torch.autograd.grad([out, final], list(leaves.values()), weights(out, final), allow_unused=True)
     zeros = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves.values(), found, strict=True)]
-    return [out.detach(), final.detach(), *zeros]
+    return [x.detach().cpu() for x in (out, final, *zeros)]
 
 
 def ramp(x: Tensor) -> Tensor:
-    return torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
+    return torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x)
 
 
 def nudged(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    signs = {n: torch.randint(-1, 2, x.shape, generator=generator) for n, x in tensors.items()}
-    return {n: x * (1 + signs[n] * torch.finfo(x.dtype).eps).to(x.dtype) for n, x in tensors.items()}
+    signs = {n: torch.randint(-1, 2, x.shape, generator=generator, device="cpu") for n, x in tensors.items()}
+    return {n: x * (1 + signs[n].to(x.device) * torch.finfo(x.dtype).eps).to(x.dtype) for n, x in tensors.items()}
 
 
 def check(
@@ -85,7 +87,7 @@ def check(
     lengths, (tensors, options) = LENGTHS[world], call_of(name, dtype, sum(LENGTHS[world]), per_channel, V)
     time = 2 if name == "causal_conv1d" else 1
     if packed:  # boundaries inside of parts, at one between them, and a sequence over three
-        begins = torch.zeros(sum(lengths), dtype=torch.int64)
+        begins = torch.zeros(sum(lengths), dtype=torch.int64, device=here())
         begins[[3, 50, sum(lengths) - 2] if world == 2 else [3, 40, 60, 110, 115]] = 1
         options["sequence_ids"] = begins.cumsum(0).expand(2, -1).contiguous()
 
@@ -112,10 +114,9 @@ def check(
     own = {n: x if n in WHOLE else part(n, x, rank, lengths) for n, x in tensors.items()}
     if packed:
         options["sequence_ids"] = part("sequence_ids", options["sequence_ids"], rank, lengths)
+    backend = "aot_eager" if here().type == "cpu" else "inductor"
     operator: Any = (
-        torch.compile(getattr(functional, name), fullgraph=True, backend="aot_eager")
-        if compiled
-        else OPS[name].function
+        torch.compile(getattr(functional, name), fullgraph=True, backend=backend) if compiled else OPS[name].function
     )
     found = gradients(partial(operator, context_group=group.group_name, **options), own, of_part)
     everywhere: list[Any] = [None] * world
@@ -137,13 +138,13 @@ def check_layer(rank: int, world: int) -> None:
     """The layer does it too, and DTensors, of which a call gets all tokens, are refused by name."""
     group = dist.group.WORLD
     assert group is not None
-    x = ramp(torch.empty(2, 6, sum(LENGTHS[world])))
+    x = ramp(torch.empty((2, 6, sum(LENGTHS[world])), device=here()))
     whole, layer = (CausalConv1d(6, 4, activation="silu", context_group=name) for name in ("", group.group_name))
     layer.load_state_dict(whole.state_dict())
     torch.testing.assert_close(
         layer(part("input", x, rank, LENGTHS[world]))[0], part("input", whole(x)[0], rank, LENGTHS[world])
     )
-    sharded = distribute_tensor(x, init_device_mesh("cpu", (world,)), [Shard(0)])
+    sharded = distribute_tensor(x, init_device_mesh(here().type, (world,)), [Shard(0)])
     with pytest.raises(ValueError, match="context_group: expected '' for DTensors"):
         layer(sharded)
 
@@ -162,6 +163,6 @@ def checks(rank: int, world: int) -> dict[str, Callable[[], None]]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_compute_what_one_process_does(world: int, tmp_path: Path) -> None:
-    errors = errors_of_ranks(checks, world, tmp_path)
+def test_ranks_compute_what_one_process_does(world: int, tmp_path: Path, device: torch.device) -> None:
+    errors = errors_of_ranks(checks, world, tmp_path, device.type)
     assert not errors, "\n".join(errors)
