@@ -274,7 +274,8 @@ def tried(example: Example, dtype: torch.dtype) -> tuple[Report, str]:
     args = [x.to(dtype) if x.is_floating_point() else x for x in example.inputs()]
     report = Report()
     got = outcome(with_backend(report), model, args)
-    plain, exact = outcome(eager, model, args), exact_outcome(model, args, to_float64)
+    plain = outcome(eager, model, args)
+    exact = exact_outcome(model, args, to_float64, plain.incoming)
     missing = plain.values.keys() - exact.values.keys()
     if plain.error or exact.error or missing:
         return report, f"not compared: {plain.error or exact.error or sorted(missing)}"

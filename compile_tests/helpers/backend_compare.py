@@ -6,7 +6,7 @@ dtypes, shapes, strides, which results share memory, inputs and buffers after th
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +142,7 @@ class Outcome:
         values: Outputs, gradients, inputs and buffers after the call, by name.
         layout: Strides of the outputs, and whether they want gradients.
         shares: For each output the first output, input or buffer that has the same memory.
+        incoming: The gradients that came in, by output, before they were changed as the arguments are.
         random: The generator's state after the call.
         error: What it raised instead.
     """
@@ -149,19 +150,29 @@ class Outcome:
     values: dict[str, Tensor] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
     shares: dict[str, str] = field(default_factory=dict)
+    incoming: dict[str, Tensor] = field(default_factory=dict)
     random: bytes = b""
     error: str = ""
 
 
-def outcome(way: Way, fn: Any, args: Sequence[Any], change: Change = copy_with_layout) -> Outcome:
-    """The outcome of a function or module, run in some way on changed copies of the arguments; errors are kept."""
+def outcome(
+    way: Way,
+    fn: Any,
+    args: Sequence[Any],
+    change: Change = copy_with_layout,
+    incoming: Mapping[str, Tensor] | None = None,
+) -> Outcome:
+    """The outcome of a function or module, run in some way on changed copies of the arguments; errors are kept.
+
+    The gradients that come in are changed as well. They are drawn, if another outcome's are not given.
+    """
     try:
-        return _outcome(way, fn, args, change)
+        return _outcome(way, fn, args, change, incoming)
     except Exception as error:
         return Outcome(error=f"{type(error).__name__}: {str(error).strip()}")
 
 
-def _outcome(way: Way, fn: Any, args: Sequence[Any], change: Change) -> Outcome:
+def _outcome(way: Way, fn: Any, args: Sequence[Any], change: Change, incoming: Mapping[str, Tensor] | None) -> Outcome:
     args = [change(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args]
     inputs = {f"input {i}": x for i, x in enumerate(args) if isinstance(x, Tensor)}
     if isinstance(fn, nn.Module):
@@ -180,29 +191,40 @@ def _outcome(way: Way, fn: Any, args: Sequence[Any], change: Change) -> Outcome:
         strides = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
         found.layout[name] = (strides if tensor.numel() else [], tensor.requires_grad)
     found.values = {name: copy_with_layout(tensor) for name, tensor in (outputs | inputs).items()}
-    found.values |= _gradients(outputs, inputs)
+    found.incoming = _drawn(outputs) if incoming is None else dict(incoming)
+    found.values |= _gradients(outputs, inputs, {name: change(grad) for name, grad in found.incoming.items()})
     return found
 
 
-def _gradients(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Compute gradients for the same incoming ones, drawn by the position of an output among those that want one."""
+def _drawn(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a gradient for each output that wants one, the same for the same shapes and dtypes in the same order."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+        for name, y in outputs.items()
+        if y.requires_grad
+    }
+
+
+def _gradients(
+    outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor], incoming: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     wanted = {name: x for name, x in inputs.items() if x.requires_grad and x.is_leaf}
-    given = [y for y in outputs.values() if y.requires_grad]
+    given = [name for name in incoming if outputs[name].requires_grad]
     if not wanted or not given:
         return {}
-    generator = torch.Generator().manual_seed(1)
-    incoming = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in given]
-    found = torch.autograd.grad(given, list(wanted.values()), incoming, allow_unused=True)
+    ends, grads = [outputs[name] for name in given], [incoming[name].to(outputs[name].dtype) for name in given]
+    found = torch.autograd.grad(ends, list(wanted.values()), grads, allow_unused=True)
     return {f"gradient of {name}": g for name, g in zip(wanted, found, strict=True) if g is not None}
 
 
-def exact_outcome(fn: Any, args: Sequence[Any], change: Change) -> Outcome:
-    """The reference result: the same program in double precision."""
+def exact_outcome(fn: Any, args: Sequence[Any], change: Change, incoming: Mapping[str, Tensor]) -> Outcome:
+    """The reference result: the same program in double precision, with another outcome's incoming gradients."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with InFloat64():
-            return outcome(eager, fn, args, change)
+            return outcome(eager, fn, args, change, incoming)
     finally:
         torch.set_default_dtype(before)
 
@@ -261,15 +283,14 @@ def wrong_values(got: Outcome, plain: Outcome, fn: Any, args: Sequence[Any]) -> 
     suspects = [name for name, x in plain.values.items() if not _same_bits(got.values[name], x)]
     if not suspects:
         return None
-    exact, near = exact_outcome(fn, args, to_float64), None
+    exact, near = exact_outcome(fn, args, to_float64, plain.incoming), None
     for name in suspects:
         if name not in exact.values or _real(exact.values[name]).shape != _real(plain.values[name]).shape:
             return None  # no program in float64 to hold it against, or one that saw the bits as another dtype
         if _violation(name, got, plain, exact, []) is None:
             continue
         if near is None:
-            changes = [(nudged(seed), nudged(seed, torch.float64)) for seed in range(NEIGHBOURS)]
-            near = [(outcome(eager, fn, args, a), exact_outcome(fn, args, b)) for a, b in changes]
+            near = [_neighbour(fn, args, seed, plain.incoming) for seed in range(NEIGHBOURS)]
         violation = _violation(name, got, plain, exact, near)
         if violation is not None:
             with RoundedOnce():
@@ -277,6 +298,12 @@ def wrong_values(got: Outcome, plain: Outcome, fn: Any, args: Sequence[Any]) -> 
             if name not in rounded.values or _violation(name, got, plain, rounded, near) is not None:
                 return f"{name}: {violation}"
     return None
+
+
+def _neighbour(fn: Any, args: Sequence[Any], seed: int, incoming: Mapping[str, Tensor]) -> tuple[Outcome, Outcome]:
+    """Return the program's outcome near its arguments and incoming gradients, and the reference there."""
+    here = outcome(eager, fn, args, nudged(seed), incoming)
+    return here, exact_outcome(fn, args, nudged(seed, torch.float64), incoming)
 
 
 def _violation(name: str, got: Outcome, plain: Outcome, exact: Outcome, near: Sequence[tuple[Outcome, Outcome]]) -> Any:

@@ -17,7 +17,9 @@ that are left out, one small element that is wrong. An error bound is estimated 
 
 Few elements say little about the composition's error. Below FEW of them in float32, where both errors are a few
 roundings in different places, it is taken to be at least ROUNDINGS times the element's error bound; and the
-composition's errors on neighbouring inputs can be further baselines.
+composition's errors on neighbouring inputs can be further baselines. A gradient has the incoming ones among its inputs.
+The gradient of a bias has no others: where its terms cancel, two orders of one sum are each off by the luck of a few
+roundings, and neighbours with the same incoming gradient repeat the composition's.
 """
 
 from collections.abc import Sequence
