@@ -32,7 +32,7 @@ def sweep_tables() -> str:
     lines.append(_row("model types", [len(of[m]) for m in mappings]))
     for outcome, words in OUTCOMES.items():
         lines.append(_row(words, [sum(one["outcome"] == outcome for one in of[m].values()) for m in mappings]))
-    for kind in ("loss", "norm", "mlp", "rope", "residual", "recurrence"):
+    for kind in ("loss", "norm", "mlp", "experts", "rope", "residual", "recurrence"):
         lines.append(
             _row(f"{kind} replaced", [sum(kind in one.get("replaced", {}) for one in of[m].values()) for m in mappings])
         )
