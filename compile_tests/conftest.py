@@ -1,5 +1,6 @@
 """`pytest --device DEVICE` runs the same suite anywhere; with TRITON_INTERPRET=1 only tests marked `kernels` run."""
 
+import gc
 import os
 
 # To find out which vectors a processor has, Inductor builds five programs: 14 seconds, and 2 of each later process.
@@ -69,6 +70,13 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     """The tensors that a module makes when it is imported are the same in every run."""
     if isinstance(collector, pytest.Module):
         torch.manual_seed(0)
+
+
+def pytest_collection_finish() -> None:
+    """The collector comes seldom, and not to what was imported: it took a fifth of the time of tests that compile."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
