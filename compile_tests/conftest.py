@@ -1,6 +1,5 @@
 """`pytest --device DEVICE` runs the same suite anywhere; with TRITON_INTERPRET=1 only tests marked `kernels` run."""
 
-import gc
 import os
 
 # To find out which vectors a processor has, Inductor builds five programs: 14 seconds, and 2 of each later process.
@@ -21,6 +20,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 import llmk  # noqa: F401 registers the operators
+from compile_tests.helpers.garbage import collect_seldom
 from llmk.registry.devices import INTERPRET
 
 
@@ -73,10 +73,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector comes seldom, and not to what was imported: it took a fifth of the time of tests that compile."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
+    collect_seldom()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 
 import llmk.functional
 from compile_tests.helpers.families import assert_equal, loss_and_gradients, tokens
+from compile_tests.helpers.garbage import collect_seldom
 from llmk.transformers.slots import LAYERS
 
 FOLDER = Path(sys.argv[1])
@@ -101,6 +102,7 @@ def check_the_packages_operators_beside_the_kernels() -> None:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     checks = [value for name, value in [*globals().items()] if name.startswith("check_")]

@@ -49,6 +49,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (  # noqa: E402
 )
 
 from compile_tests.helpers.families import assert_equal, loss_and_gradients, small_model, tokens  # noqa: E402
+from compile_tests.helpers.garbage import collect_seldom  # noqa: E402
 from compile_tests.helpers.recurrence_functions import DeltaRule, Scan  # noqa: E402
 from llmk.opcheck import accuracy_violation  # noqa: E402
 from llmk.registry import OPS  # noqa: E402
@@ -449,5 +450,6 @@ def error_of(check: Callable[[], None]) -> str:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     transformers.logging.set_verbosity_error()
     sys.stdout.write(json.dumps({check.__name__: error_of(check) for check in CHECKS}))

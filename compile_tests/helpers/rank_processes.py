@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from compile_tests.helpers.garbage import collect_seldom
 from compile_tests.helpers.without_cpp import write_no_cpp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +66,7 @@ def errors_of_ranks(checks: Checks, world: int, folder: Path, device_type: str =
 
 def _check(rank: int, checks: Checks, world: int, folder: Path, device_type: str) -> None:
     """Write what went wrong on a rank into a file."""
+    collect_seldom()
     faulthandler.enable()  # a rank that dies of a signal says in which check
     torch.set_num_threads(1)
     # AOTAutograd's cache takes DTensors for equal whose local sizes differ: a rank would be given another's graph.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from compile_tests.helpers.garbage import collect_seldom
 from compile_tests.helpers.rank_processes import ROOT, server
 from compile_tests.helpers.without_cpp import write_no_cpp
 
@@ -33,6 +34,7 @@ def run_script(file: Path, *arguments: object) -> subprocess.CompletedProcess[st
 def _run(words: list[str], out: Path, err: Path) -> None:
     for stream, file in ((1, out), (2, err)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    collect_seldom()
     os.chdir(ROOT)
     torch.set_num_threads(1)
     write_no_cpp()

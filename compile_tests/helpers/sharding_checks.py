@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from compile_tests.helpers.garbage import collect_seldom
 from compile_tests.helpers.rank_processes import start_ranks
 from llmk.opcheck.calls import incoming_gradients, require_accurate
 from llmk.opcheck.inputs import BrokenPromise, Outcome
@@ -36,6 +37,7 @@ def in_processes(check: Callable[[DeviceMesh], Iterable[str]], mesh_shape: tuple
 
 
 def _process(rank: int, check: Callable[[DeviceMesh], Iterable[str]], mesh_shape: tuple[int, ...], folder: str) -> None:
+    collect_seldom()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="Your compiler for AOTAutograd is returning a function")
     store = dist.FileStore(f"{folder}/store", torch.Size(mesh_shape).numel())  # type: ignore[attr-defined]
