@@ -7,6 +7,7 @@ Options that are not given are taken from `[tool.llmk.opcheck]` in the pyproject
 import argparse
 import dataclasses
 import faulthandler
+import gc
 import importlib.metadata
 import inspect
 import os
@@ -309,6 +310,7 @@ def _dtypes(options: argparse.Namespace) -> list[torch.dtype] | None:
 
 def check_here(options: argparse.Namespace) -> None:
     """Check on the path that this process takes, and keep the journal."""
+    gc.freeze()  # the collector need not walk what was imported, each time, which takes a process of minutes seconds
     journal = Journal(options.journal)
     done = {result.check for result in journal.results()}
     FRESH.set(options.seed)
