@@ -129,8 +129,15 @@ def results(function: Callable[..., Tensor], inputs: list[Tensor], parameters: l
     return [y, *torch.autograd.grad(y, [*inputs, *parameters], grad.to(y.dtype))]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.float32, True),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.breadth),
+    ],
+)
 @pytest.mark.parametrize("name", cases())
 def test_values_and_gradients(name: str, dtype: torch.dtype, compiled: bool) -> None:
     torch.manual_seed(0)

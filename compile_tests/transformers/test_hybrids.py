@@ -144,7 +144,7 @@ def test_a_hybrid_trains_as_before(family: str, monkeypatch: pytest.MonkeyPatch)
     assert found[OPERATORS[family]] == layers
 
 
-@pytest.mark.parametrize("family", some_of(PACKED, ("Qwen3Next", "Qwen3_5", "KimiLinear", "FalconH1")))
+@pytest.mark.parametrize("family", some_of(PACKED, ("Qwen3Next", "KimiLinear", "FalconH1")))
 def test_a_packed_row_is_its_sequences(family: str, monkeypatch: pytest.MonkeyPatch):
     """Eager and in one graph; without patch transformers' own functions refuse it, or mix the sequences."""
     model, original = pair(family)
@@ -180,8 +180,10 @@ def test_convolutions_alone_are_kept_apart_by_positions():
     assert_equal(loss_and_gradients(model, model, inputs), want)
 
 
-@pytest.mark.parametrize("family", ["Mamba2", "Jamba"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [("Mamba2", False), ("Jamba", False), ("Mamba2", True), pytest.param("Jamba", True, marks=pytest.mark.breadth)],
+)
 def test_where_positions_do_not_reach_the_layers_it_is_said_once(family: str, compiled: bool):
     """Not where there is one sequence, in generation, or with keywords that say more."""
     model = built(getattr(transformers, f"{family}ForCausalLM")).train()

@@ -22,6 +22,8 @@ Q_LENGTHS, D_LENGTHS = (5, 0, 3), (4, 70, 1, 0, 9, 2)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_run = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
+pytestmark = pytest.mark.usefixtures("no_cpp")
+
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(shape, generator=RANDOM)

@@ -1,11 +1,13 @@
 """Hyper-connections' operators beside definitions in float64 that say what each number is."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from compile_tests.helpers.breadth import some_of
 from llmk import functional
 from llmk.opcheck import accuracy_violation
 from llmk.registry import OPS
@@ -45,6 +47,11 @@ def write_streams(x: Tensor, f: Tensor, q: Tensor, mix: Tensor) -> Tensor:
 DEFINITIONS: list[Callable[..., Tensor]] = [sinkhorn, rms_linear, read_streams, write_streams]
 
 
+WAYS = list(product((torch.float32, torch.float16, torch.bfloat16), (None, torch.float32), (False, True)))
+"""Dtypes of the first tensor and of the others, if another, and whether the call is compiled."""
+KEPT = [way for way in WAYS if not way[2] or way[:2] in ((torch.float32, None), (torch.bfloat16, torch.float32))]
+
+
 def results(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
     inputs = [x.detach().requires_grad_() for x in inputs]
     y = function(*inputs)
@@ -53,17 +60,12 @@ def results(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tenso
 
 
 @pytest.mark.usefixtures("no_cpp")
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("of_weights", [None, torch.float32], ids=["one dtype", "weights in float32"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", some_of(WAYS, KEPT), ids=str)
 @pytest.mark.parametrize("definition", DEFINITIONS)
 def test_values_and_gradients(
-    definition: Callable[..., Tensor],
-    dtype: torch.dtype,
-    of_weights: torch.dtype | None,
-    compiled: bool,
-    device: torch.device,
+    definition: Callable[..., Tensor], way: tuple[torch.dtype, torch.dtype | None, bool], device: torch.device
 ) -> None:
+    dtype, of_weights, compiled = way
     torch.manual_seed(0)
     torch._dynamo.reset()
     name = definition.__name__
