@@ -9,6 +9,7 @@ import dataclasses
 import faulthandler
 import importlib.metadata
 import inspect
+import itertools
 import os
 import sys
 from collections import Counter
@@ -276,10 +277,10 @@ def paths(options: argparse.Namespace, name: str) -> list[str]:
     On a GPU the interpreter searches nothing, and it gets llmk's operators where it is asked for only: the tests
     interpret them on a CPU.
     """
-    if INTERPRET:
-        return [path_taken(options.device)]
     if options.path in PATHS:
         return [PATHS[options.path]]
+    if INTERPRET and options.path is None:
+        return [path_taken(options.device)]
     if options.device.type == "cpu":
         return [PATHS["reference"], PATHS["interpreter"]]
     left_out = options.search or (is_own(name) and options.path is None) or not_interpretable()
@@ -323,7 +324,9 @@ def check_here(options: argparse.Namespace) -> None:
             where = options.device, _dtypes(options)
             if options.search:
                 whole = adapted(op, options.device, _dtypes(options) or op.dtypes)
-                results = searches(whole, *where, options.search, options.seed or 0, begin, done)
+                unlaunched = (result for result in checks(op, *where, [], begin, done) if not result.passed)
+                found = searches(whole, *where, options.search, options.seed or 0, begin, done)
+                results = itertools.chain(unlaunched, found)
             else:
                 results = checks(op, *where, options.only, begin, done, skip=options.skip or ())
             for result in results:
@@ -464,8 +467,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line)
     count = Counter(result.verdict for result in results)
     accepted = f" and {count['accepted']} accepted" if count["accepted"] else ""
+    empty = list(dict.fromkeys(result.promise for result in results if result.verdict == "empty"))
     print(
         f"\n{count['kept']} promises kept, {count['broken']} broken{accepted}, {count['empty']} with nothing to check"
+        + (f": {', '.join(empty)}" if empty else "")
     )
     if count["kept"] + count["broken"] + count["accepted"] == 0:
         _refuse("nothing was checked: no promise of those asked for applies here")
