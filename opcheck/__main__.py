@@ -29,7 +29,7 @@ from llmk.opcheck.promises.values import FRESH
 from llmk.opcheck.report.baseline import Accepted, accept, read_baseline, unused
 from llmk.opcheck.report.causes import causes
 from llmk.opcheck.report.journal import Journal
-from llmk.opcheck.report.reports import Place, annotations, notes, table, write_reports
+from llmk.opcheck.report.reports import Place, annotations, notes, nothing_to_check, table, write_reports
 from llmk.opcheck.runner import DeviceLost, Result, RunningCheck, checks, path_taken, promise_named, promises_for
 from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer, sanitize_in_processes
 from llmk.opcheck.search.search import searches
@@ -467,11 +467,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line)
     count = Counter(result.verdict for result in results)
     accepted = f" and {count['accepted']} accepted" if count["accepted"] else ""
-    empty = list(dict.fromkeys(result.promise for result in results if result.verdict == "empty"))
-    print(
-        f"\n{count['kept']} promises kept, {count['broken']} broken{accepted}, {count['empty']} with nothing to check"
-        + (f": {', '.join(empty)}" if empty else "")
-    )
+    print(f"\n{count['kept']} promises kept, {count['broken']} broken{accepted}, {nothing_to_check(results)}")
     if count["kept"] + count["broken"] + count["accepted"] == 0:
         _refuse("nothing was checked: no promise of those asked for applies here")
     return 1 if count["broken"] else 0

@@ -212,6 +212,7 @@ RUNS = "runs"
 """The name of the check before all promises: the operator has code for this path."""
 SAMPLES, COSTS = "samples", "costs"
 """Results that say what was made for an operator without a record, and what it and another cost; nothing to check."""
+NO_PROMISES = (RUNS, SAMPLES, COSTS)
 
 
 def checks(

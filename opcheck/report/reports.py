@@ -17,7 +17,7 @@ import llmk
 from llmk.opcheck.foreign.samples import GivenSamples
 from llmk.opcheck.report.causes import causes, described
 from llmk.opcheck.report.page import page
-from llmk.opcheck.runner import Result, check
+from llmk.opcheck.runner import NO_PROMISES, Result, check
 from llmk.registry import Op
 
 Place = tuple[str, int]
@@ -45,6 +45,13 @@ def notes(results: Sequence[Result]) -> Iterator[str]:
     yield from dict.fromkeys(
         f"{result.op} ({result.path}): {line}" for result, said in told for line in said.splitlines() if line
     )
+
+
+def nothing_to_check(results: Sequence[Result]) -> str:
+    """How many promises had nothing to check, and which they are."""
+    empty = [result.promise for result in results if result.verdict == "empty" and result.promise not in NO_PROMISES]
+    which = f": {', '.join(dict.fromkeys(empty))}" if empty else ""
+    return f"{len(empty)} with nothing to check{which}"
 
 
 def _grouped(results: Sequence[Result]) -> Iterable[tuple[tuple[str, str, str], list[Result]]]:
