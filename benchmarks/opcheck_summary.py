@@ -2,8 +2,8 @@
 
 A line holds an operator on a path in a dtype. For each promise, in the order of the list at the top, it has the number
 of calls and the seconds, null where the promise was not asked for; `broken` has the messages of those that are not
-kept, `wrong` the results that they name, if they do, and `accepted` a baseline's reasons. `results_of` gives the
-results back, with seconds to a hundredth. The file is replaced.
+kept, `wrong` the results that they name, if they do, `accepted` a baseline's reasons, and `no_kernel` why none was
+interpreted. `results_of` gives the results back, with seconds to a hundredth. The file is replaced.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 KEY = ("op", "device", "dtype", "path")
-DETAILS = ("wrong", "accepted")
+DETAILS = ("wrong", "accepted", "no_kernel")
 """The parts of a result that say something in a few words, mostly nothing."""
 
 

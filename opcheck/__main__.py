@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import importlib.metadata
 import inspect
+import itertools
 import os
 import sys
 from collections import Counter
@@ -29,7 +30,7 @@ from llmk.opcheck.promises.values import FRESH
 from llmk.opcheck.report.baseline import Accepted, accept, read_baseline, unused
 from llmk.opcheck.report.causes import causes
 from llmk.opcheck.report.journal import Journal
-from llmk.opcheck.report.reports import Place, annotations, notes, table, write_reports
+from llmk.opcheck.report.reports import Place, annotations, notes, nothing_to_check, table, write_reports
 from llmk.opcheck.runner import DeviceLost, Result, RunningCheck, checks, path_taken, promise_named, promises_for
 from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer, sanitize_in_processes
 from llmk.opcheck.search.search import searches
@@ -277,10 +278,10 @@ def paths(options: argparse.Namespace, name: str) -> list[str]:
     On a GPU the interpreter searches nothing, and it gets llmk's operators where it is asked for only: the tests
     interpret them on a CPU.
     """
-    if INTERPRET:
-        return [path_taken(options.device)]
     if options.path in PATHS:
         return [PATHS[options.path]]
+    if INTERPRET and options.path is None:
+        return [path_taken(options.device)]
     if options.device.type == "cpu":
         return [PATHS["reference"], PATHS["interpreter"]]
     left_out = options.search or (is_own(name) and options.path is None) or not_interpretable()
@@ -325,7 +326,9 @@ def check_here(options: argparse.Namespace) -> None:
             where = options.device, _dtypes(options)
             if options.search:
                 whole = adapted(op, options.device, _dtypes(options) or op.dtypes)
-                results = searches(whole, *where, options.search, options.seed or 0, begin, done)
+                unlaunched = (result for result in checks(op, *where, [], begin, done) if not result.passed)
+                found = searches(whole, *where, options.search, options.seed or 0, begin, done)
+                results = itertools.chain(unlaunched, found)
             else:
                 results = checks(op, *where, options.only, begin, done, skip=options.skip or ())
             for result in results:
@@ -466,9 +469,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line)
     count = Counter(result.verdict for result in results)
     accepted = f" and {count['accepted']} accepted" if count["accepted"] else ""
-    print(
-        f"\n{count['kept']} promises kept, {count['broken']} broken{accepted}, {count['empty']} with nothing to check"
-    )
+    print(f"\n{count['kept']} promises kept, {count['broken']} broken{accepted}, {nothing_to_check(results)}")
     if count["kept"] + count["broken"] + count["accepted"] == 0:
         _refuse("nothing was checked: no promise of those asked for applies here")
     return 1 if count["broken"] else 0

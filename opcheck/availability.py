@@ -3,15 +3,18 @@
 import contextlib
 import re
 import traceback
+from collections.abc import Iterator
 from types import FrameType
 
-import torch
 import triton.language as tl
 
-from llmk.opcheck.calls import call, device_of, float_dtype, words_of
+from llmk.opcheck.calls import call, device_of, words_of
+from llmk.opcheck.foreign.adapters import registered
 from llmk.opcheck.inputs import BrokenPromise
+from llmk.opcheck.interpreted.loops import kernels_of
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET
+from llmk.registry.private.operators import defined_for_a_cpu, definition_of, functions_of
 
 _NAMES_DEVICE = re.compile(r"active drivers|'CPU' backend|cpu tensor|\b(is_)?cuda\b|\bgpus?\b", re.IGNORECASE)
 _ON_A_CPU = "no CPU version: `--path interpreter`, or a GPU"
@@ -71,12 +74,21 @@ def _names_libdevice(frame: FrameType) -> bool:
     return any(home.startswith("triton.language.extra") for home in homes)
 
 
-def interprets_bfloat16(op: Op, sample: Sample) -> bool:
-    """Return True if a call launches a kernel in Triton's interpreter on bfloat16, whose sums are those of its bits."""
-    if not INTERPRET or float_dtype(op, sample) != torch.bfloat16:
-        return False
-    from llmk.opcheck.interpreted.interpreter import watched  # it needs numpy
+@contextlib.contextmanager
+def own_functions_on_a_cpu() -> Iterator[None]:
+    """Have operators that launch kernels do so on a CPU too, and not run what they have registered for one."""
+    with contextlib.ExitStack() as stack:
+        for definition in defined_for_a_cpu():
+            if kernels_of(functions_of(definition)[:1]):
+                stack.enter_context(definition.set_kernel_enabled("cpu", False))
+        yield
 
-    with watched() as watch, contextlib.suppress(Exception):
-        call(op, sample, ())
-    return watch.launches > 0
+
+def without_kernels(op: Op) -> str:
+    """Return why no kernel is checked where no call of an operator has launched one; a BrokenPromise if it has some."""
+    names = ", ".join(sorted({kernel.fn.__name__ for kernel in kernels_of([op.overload, registered(op)])}))
+    if names:
+        way = "if it asks for the device, it has to launch them on a CPU too, where TRITON_INTERPRET is 1"
+        raise BrokenPromise(f"no kernel ran: it names {names}, and launches none; {way}")
+    hidden = registered(op) is not None and definition_of(registered(op)) is None
+    return f"no kernel ran, and {'torch.library.Library or C++ hides its code' if hidden else 'its code names none'}"

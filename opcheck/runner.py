@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from llmk.opcheck.availability import BFLOAT16, interprets_bfloat16, what_else_runs_it
+from llmk.opcheck.availability import BFLOAT16, own_functions_on_a_cpu, what_else_runs_it, without_kernels
+from llmk.opcheck.calls import float_dtype
 from llmk.opcheck.foreign.adapters import adapted, registered, returns_alias
 from llmk.opcheck.foreign.comparison import Comparison, costs_beside, resolved
 from llmk.opcheck.foreign.hub import Layer
 from llmk.opcheck.foreign.samples import GivenSamples, samples_from
 from llmk.opcheck.foreign.signatures import Unrecorded, completed, record_of
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
+from llmk.opcheck.promises.kernels import launches
 from llmk.opcheck.promises.settings import remember_state, restore_state
 from llmk.opcheck.promises.table import (
     ASKED_ON_A_GPU,
@@ -45,7 +47,8 @@ class Result:
     """The result of one operator, promise, dtype and path; with no calls there was nothing to check.
 
     The message says what is broken, or is a note. `wrong` is the output or gradient that is wrong, or `memory`, where a
-    broken promise is about one of these; `accepted` is the reason that a baseline gives for it.
+    broken promise is about one of these; `accepted` is the reason that a baseline gives for it; `no_kernel` is why the
+    interpreter had none.
     """
 
     op: str
@@ -59,6 +62,7 @@ class Result:
     calls: int
     wrong: str = ""
     accepted: str = ""
+    no_kernel: str = ""
 
     @property
     def check(self) -> Check:
@@ -208,6 +212,7 @@ RUNS = "runs"
 """The name of the check before all promises: the operator has code for this path."""
 SAMPLES, COSTS = "samples", "costs"
 """Results that say what was made for an operator without a record, and what it and another cost; nothing to check."""
+NO_PROMISES = (RUNS, SAMPLES, COSTS)
 
 
 def checks(
@@ -223,7 +228,8 @@ def checks(
     """The results one by one, but for checks that are done; `on_begin` gets each check and sample as it begins.
 
     An operator that has no code for the path gets one result, with nothing checked, that says what has. So does one in
-    bfloat16 that Triton's interpreter cannot compute in, unless the dtype is asked for.
+    bfloat16 that Triton's interpreter cannot compute in, unless the dtype is asked for. One whose kernels no call
+    launches in the interpreter gets a broken one: what came out says nothing of them.
     """
     require_known(op.unchecked)
     remember_state()
@@ -239,15 +245,25 @@ def checks(
         op = whole
     op = adapted(op, device, dtypes or op.dtypes)
     chosen = [promise for promise in promises_for(device, names, skip) if names or applies(promise, op)]
+    now = RunningCheck(op.name, _name_of((dtypes or op.dtypes)[0]), RUNS)
+    launched, no_kernel = dict[torch.dtype, bool | None](), ""
+    if INTERPRET and not op.is_own and now.check not in done:
+        on_begin(now)
+        with around(op, device):
+            launched = {dtype: launches(op, _samples(op, device, dtype)) for dtype in dtypes or op.dtypes}
+        try:
+            no_kernel = "no kernel ran in this dtype" if {*launched.values()} != {False} else without_kernels(op)
+        except BrokenPromise as error:
+            yield dataclasses.replace(_result_of(now, device, str(error)), passed=False)
+            return
     for place, dtype in enumerate(dtypes or op.dtypes):
         dtype_name = _name_of(dtype)
-        torch.manual_seed(0)
-        samples = list(op.samples(device, dtype))
+        samples = _samples(op, device, dtype)
         if samples and not op.is_own and (op.name, dtype_name, RUNS) not in done:
             now = RunningCheck(op.name, dtype_name, RUNS)
             on_begin(now)
             with around(op, device):
-                bits = dtypes is None and interprets_bfloat16(op, samples[0])
+                bits = dtypes is None and launched.get(dtype) and float_dtype(op, samples[0]) == torch.bfloat16
                 elsewhere = BFLOAT16 if bits else what_else_runs_it(op, samples[0])
             if elsewhere is not None:
                 yield _result_of(now, device, elsewhere)
@@ -262,11 +278,17 @@ def checks(
                 now = RunningCheck(op.name, dtype_name, name)
                 yield _result_of(now, device, f"{name} is left out: {op.unchecked[name]}")
                 continue
-            yield _check_one(op, device, dtype_name, promise, samples, on_begin)
+            result = _check_one(op, device, dtype_name, promise, samples, on_begin)
+            yield dataclasses.replace(result, no_kernel=no_kernel if launched.get(dtype) is False else "")
         now = RunningCheck(op.name, dtype_name, COSTS)
         if other and names is None and not place and path_taken(device) != "interpreter" and now.check not in done:
             on_begin(now)
             yield _result_of(now, device, costs_beside(op, other, dtype, device))
+
+
+def _samples(op: Op, device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    torch.manual_seed(0)
+    return list(op.samples(device, dtype))
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -371,8 +393,9 @@ def _run(promise: Promise, op: Op, samples: Sequence[Sample], device: torch.devi
 def around(op: Op, device: torch.device) -> Iterator[None]:
     """Silence torch's own warnings: a wrong result is what counts here.
 
-    In Triton's interpreter a wild store is told instead of ending the process. And on a CPU no compiled graph can hold
-    a launch, so another's triton_op, whose body is launches, is a node of it; llmk's have a body for a CPU.
+    In Triton's interpreter a wild store is told instead of ending the process, and kernels run on a CPU, whatever is
+    registered for it. And on a CPU no compiled graph can hold a launch, so another's triton_op, whose body is launches,
+    is a node of it; llmk's have a body for a CPU.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -381,6 +404,7 @@ def around(op: Op, device: torch.device) -> Iterator[None]:
             from llmk.opcheck.interpreted.interpreter import watched  # it needs numpy
 
             stack.enter_context(watched())
+            stack.enter_context(own_functions_on_a_cpu())
         if device.type == "cpu" and not op.is_own:
             stack.enter_context(triton_ops_as_nodes())
         if device.type == "cuda":

@@ -22,7 +22,7 @@ def result(op: str, promise: str, seconds: float, calls: int, message: str = "",
 def test_a_summary_gives_the_results_back() -> None:
     results = [
         result("add", "no_alias", 0.25, 8),
-        result("add", "deterministic", 1.5, 0),
+        result("add", "deterministic", 1.5, 0, no_kernel="its code names none"),
         result("tvd", "deterministic", 0.0, 3, 'a "message"\nof two lines', wrong="output 0"),
         result("tvd", "compiled", 2.0, 1, "broken before its first call", accepted="known"),
     ]

@@ -1,5 +1,6 @@
 """Tests of the documentation: its Python runs, its commands exist, and the site builds without a warning."""
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import torch
 
 from compile_tests.helpers.pages import PAGES, PYTHON_PAGES, ROOT, blocks, script_of
 from compile_tests.helpers.scripts import run_script
+from llmk.registry import Op
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
@@ -39,6 +41,15 @@ def test_reports_of_opcheck_are_named_with_their_day() -> None:
     assert len(named) == page.count('<a href="opcheck-')
     for name, day in named:
         assert json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["date"] == day, name
+
+
+def test_the_table_of_a_records_fields_says_which_are_required() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (required )?\|", (ROOT / "docs" / "opcheck.md").read_text(), re.MULTILINE)
+    required = {name for name, says_so in rows if says_so}
+    fields = dataclasses.fields(Op)
+    missing = dataclasses.MISSING
+    assert required == {f.name for f in fields if f.default is missing and f.default_factory is missing}
+    assert {name for name, _ in rows} <= {f.name for f in fields}
 
 
 def test_versions_fit_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ def get_init_inputs():
 
 CHEATS = {
     "names_a_kernel": (
-        "it names a kernel, and launches none",
+        "breaks runs: no kernel ran: it names add_kernel, and launches none",
         """
 class Model(nn.Module):
     def forward(self, x):

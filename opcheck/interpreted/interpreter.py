@@ -37,9 +37,9 @@ class OutOfBounds(BrokenPromise):
         super().__init__(message, MEMORY)
 
 
-@dataclass
+@dataclass(eq=False)
 class Watch:
-    """The accesses to watch for besides addresses, and those that were seen."""
+    """The accesses to watch for besides addresses, and those that were seen; each is itself alone, as watches nest."""
 
     reorder: bool = False
     launches: int = 0
@@ -213,6 +213,8 @@ def _replacements() -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
         (builder, "create_splat", _keeping_trace),
         (builder, "create_broadcast", _keeping_trace),
         (builder, "create_addptr", _checking_offset),
+        (builder, "create_maxnumf", _dropping_nan(np.fmax)),
+        (builder, "create_minnumf", _dropping_nan(np.fmin)),
     )
 
 
@@ -456,6 +458,11 @@ def _checking_offset(original: Any) -> Any:
         return original(builder, pointer, offset)
 
     return add_offset
+
+
+def _dropping_nan(ufunc: np.ufunc) -> Callable[[Any], Any]:
+    """`tl.maximum` or `tl.minimum` as a GPU has it: of NaN and a number the number, where Triton's NumPy gives NaN."""
+    return lambda original: lambda builder, lhs, rhs: builder.binary_op(lhs, rhs, ufunc)
 
 
 def _active(pointers: Any, mask: Any) -> np.ndarray:

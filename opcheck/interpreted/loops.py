@@ -21,6 +21,7 @@ from typing import Any
 import triton
 
 from llmk.opcheck.inputs import BrokenPromise
+from llmk.registry.private.operators import definition_of, functions_of
 
 MOST_TURNS = 20_000
 """The turns past which, and past the elements of the kernel's largest argument, a loop is held not to end."""
@@ -163,6 +164,10 @@ def _named_in(value: Any) -> Iterator[Any]:
     if isinstance(value, dict | list | tuple):
         yield from value.values() if isinstance(value, dict) else value
         return
+    definition = definition_of(value)
+    if definition is not None:
+        yield from functions_of(definition)
+        return
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
         return
@@ -200,7 +205,7 @@ def _contents(cell: Any) -> Iterator[Any]:
 
 def _belongs(value: Any) -> bool:
     """Return True if it may call an operator's kernel, which PyTorch, Triton and Python themselves do not."""
-    if isinstance(value, dict | list | tuple) or is_kernel(value):
+    if isinstance(value, dict | list | tuple) or is_kernel(value) or definition_of(value) is not None:
         return True
     home = getattr(value, "__module__", None) or ""
     return callable(value) and home.partition(".")[0] not in ("torch", "triton", "builtins", "typing", "functools")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmk.accuracy.neighbours import copy_with_layout
 from llmk.opcheck.calls import (
+    call,
     call_unless_strides_refused,
     device_of,
     elements,
@@ -28,7 +29,6 @@ from llmk.registry.devices import INTERPRET
 if TYPE_CHECKING:
     from llmk.opcheck.interpreted.interpreter import Watch
 
-_NO_LAUNCH = "it names a kernel, and launches none"
 MOST_INTERPRETED = 2**20
 """Elements of a GPU's sample that is interpreted."""
 _TOO_LARGE = f"not interpreted: no sample has at most {MOST_INTERPRETED} elements"
@@ -109,10 +109,26 @@ def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
         _last = (op, samples), (watch, astray)
     (watch, astray), taken = _last[1], _interpretable(op, samples)
     if not watch.launches:
-        raise NothingToCheck(_TOO_LARGE if not taken else _NO_LAUNCH if kernels_of([op.overload]) else "")
+        raise NothingToCheck("" if taken else _TOO_LARGE)
     for sample in taken:
         note(sample)
     return watch, astray
+
+
+def launches(op: Op, samples: Sequence[Sample]) -> bool | None:
+    """Return True if a call of these launches a kernel in Triton's interpreter; None if that is not known."""
+    from llmk.opcheck.interpreted.interpreter import watched  # it needs numpy
+
+    taken = _interpretable(op, samples) if samples else []
+    with watched() as watch:
+        for sample in taken:
+            try:
+                call(op, sample)
+            except Exception:  # the promises say what is wrong
+                return bool(watch.launches) or None
+            if watch.launches:
+                return True
+    return False if taken else None
 
 
 def _interpretable(op: Op, samples: Sequence[Sample]) -> list[Sample]:

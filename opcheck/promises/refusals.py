@@ -98,6 +98,8 @@ def _attempt(sample: Sample, what: str, words: str, call: Callable[[], Results])
     """Return the result of a call; None if it is refused as it should be."""
     try:
         return call()
+    except BrokenPromise as error:
+        raise BrokenPromise(f"{sample}: {what}: {error}", error.wrong) from error
     except (NotImplementedError, RuntimeError) as error:
         if not re.search(words, str(error), re.IGNORECASE):
             raise BrokenPromise(

@@ -201,6 +201,8 @@ def autocast(op: Op, samples: Sequence[Sample]) -> str:
             continue
         try:
             found = _under_autocast(op, sample, op.overload)
+        except BrokenPromise:
+            raise
         except Exception as error:
             return f"{sample}: under autocast it raises {first_line(error)}"
         plain = call(op, sample, fn=op.reference)

@@ -149,10 +149,10 @@ def _of_kernels(result: Result) -> bool:
 
 
 def _kind(result: Result) -> str:
-    if result.promise == "second_derivatives":
-        return "habits"
     if result.wrong == MEMORY:
         return "memory"
+    if result.promise == "second_derivatives":
+        return "habits"
     if result.wrong:
         return "wrong gradients" if result.wrong.startswith("gradient") else "wrong values"
     return _KIND_OF.get(result.promise, "wrong values")

@@ -177,7 +177,8 @@ def _promise(name: str, asked: str, word: str, results: Sequence[Record]) -> Ite
         yield f'<p class="asked">{escape(asked)}</p>'
     yield "<table><tr><th>path</th><th>dtype</th><th>result</th><th>calls</th><th>seconds</th></tr>"
     for result in results:
-        cells = [result["path"], result["dtype"], WORDS[verdict(result)], str(result.get("calls", ""))]
+        path = f"{result['path']}, no kernel" if result.get("no_kernel") else result["path"]
+        cells = [path, result["dtype"], WORDS[verdict(result)], str(result.get("calls", ""))]
         cells.append(f"{result['seconds']:.2f}")
         yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
     yield "</table>"

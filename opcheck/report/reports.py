@@ -17,7 +17,7 @@ import llmk
 from llmk.opcheck.foreign.samples import GivenSamples
 from llmk.opcheck.report.causes import causes, described
 from llmk.opcheck.report.page import page
-from llmk.opcheck.runner import Result, check
+from llmk.opcheck.runner import NO_PROMISES, Result, check
 from llmk.registry import Op
 
 Place = tuple[str, int]
@@ -27,23 +27,31 @@ VERSION = 1
 
 
 def table(results: Sequence[Result]) -> str:
-    """A line for each operator, path and dtype: how many promises it keeps."""
-    lines = [f"{'op':<26}{'path':<14}{'dtype':<11}{'kept':>7}{'seconds':>10}"]
+    """A line for each operator, path and dtype: how many promises it keeps; or that no kernel was checked there."""
+    lines = [f"{'op':<26}{'path':<14}{'dtype':<11}{'kept':>9}{'seconds':>10}"]
     for (op, path, dtype), group in _grouped(results):
         checked = [result for result in group if result.verdict in ("kept", "broken")]
         kept = sum(result.passed for result in checked)
+        count = "no kernel" if any(result.no_kernel for result in group) else f"{kept}/{len(checked)}"
         mark = "" if kept == len(checked) else "  BROKEN"
         seconds = sum(result.seconds for result in group)
-        lines.append(f"{op:<26}{path:<14}{dtype:<11}{f'{kept}/{len(checked)}':>7}{seconds:>10.1f}{mark}")
+        lines.append(f"{op:<26}{path:<14}{dtype:<11}{count:>9}{seconds:>10.1f}{mark}")
     return "\n".join(lines)
 
 
 def notes(results: Sequence[Result]) -> Iterator[str]:
     """Yield what was made for an operator, what is no fault but to be known, or a path without code; each line once."""
-    told = [result for result in results if result.passed and result.message]
+    told = ((result, f"{result.message if result.passed else ''}\n{result.no_kernel}") for result in results)
     yield from dict.fromkeys(
-        f"{result.op} ({result.path}): {line}" for result in told for line in result.message.splitlines()
+        f"{result.op} ({result.path}): {line}" for result, said in told for line in said.splitlines() if line
     )
+
+
+def nothing_to_check(results: Sequence[Result]) -> str:
+    """How many promises had nothing to check, and which they are."""
+    empty = [result.promise for result in results if result.verdict == "empty" and result.promise not in NO_PROMISES]
+    which = f": {', '.join(dict.fromkeys(empty))}" if empty else ""
+    return f"{len(empty)} with nothing to check{which}"
 
 
 def _grouped(results: Sequence[Result]) -> Iterable[tuple[tuple[str, str, str], list[Result]]]:

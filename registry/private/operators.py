@@ -35,6 +35,30 @@ def is_overload(operator: Any) -> bool:
     return isinstance(operator, _Overload)
 
 
+_definitions: Any = find("torch._library.custom_ops.OPDEFS", {})
+"""What `torch.library.custom_op` and `triton_op` have returned, by the operator's name; empty where that is unknown."""
+_Packet: Any = find("torch._ops.OpOverloadPacket", ())
+
+
+def definition_of(operator: Any) -> Any:
+    """Return what `torch.library.custom_op` or `triton_op` has made an operator of; None for all others."""
+    if isinstance(operator, (_Overload, _Packet)):
+        return _definitions.get(schema_of(overload_of(operator)).name)
+    return operator if hasattr(type(operator), "set_kernel_enabled") else None
+
+
+def functions_of(definition: Any) -> list[Any]:
+    """The functions of such an operator: its own one first, those for a kind of device, and its backward formula."""
+    own = attribute(definition, "_init_fn", lambda _: None)
+    backward = attribute(definition, "_backward_fn", lambda _: None)
+    return [own, *attribute(definition, "_backend_fns", lambda _: {}).values(), backward]
+
+
+def defined_for_a_cpu() -> list[Any]:
+    """The definitions of operators that have a function for a CPU besides their own."""
+    return [it for it in list(_definitions.values()) if "cpu" in attribute(it, "_backend_fns", lambda _: ())]
+
+
 _FunctionalTensorMode = find("torch._subclasses.functional_tensor.FunctionalTensorMode")
 
 
