@@ -1,8 +1,8 @@
 """The recurrence in chunks, in Triton; the package's docstring has the formulas, and names are theirs.
 
 Three kernels make the forward pass; the backward pass repeats two of them instead of keeping what they made.
-A cast accumulator is never transposed for a product: some releases of Triton compute that wrongly on Hopper. Where one
-is needed transposed it is stored, and loaded by its strides in the next kernel; what was loaded is transposed in place.
+A cast accumulator is never transposed for a product, which some releases of Triton compute wrongly on Hopper: it is
+stored, and loaded by its strides in the next kernel.
 """
 
 import triton.language as tl
@@ -49,9 +49,8 @@ def _store(ptr, values, rows, cols, M, N, stride):
 def _store_symmetric(ptr, lower, t, C: tl.constexpr):
     """Store L + L^T of a matrix that is 0 on the diagonal and above."""
     values = lower.to(ptr.dtype.element_ty)
-    below = t[:, None] > t[None, :]
     tl.store(ptr + t[:, None] * C + t[None, :], values, mask=t[:, None] >= t[None, :])
-    tl.store(ptr + t[None, :] * C + t[:, None], values, mask=below)
+    tl.store(ptr + t[None, :] * C + t[:, None], values, mask=t[:, None] > t[None, :])
 
 
 @jit
