@@ -1,8 +1,7 @@
 """The recurrence in chunks, in Triton; the package's docstring has the formulas, and names are theirs.
 
-Three kernels make the forward pass; the backward pass repeats two of them instead of keeping what they made.
-A cast accumulator is never transposed for a product, which some releases of Triton compute wrongly on Hopper: it is
-stored, and loaded by its strides in the next kernel.
+The forward pass has three kernels, of which the backward pass runs two again. A cast accumulator is never transposed for
+a product, which some releases of Triton compute wrongly on Hopper: it is stored, and loaded by its strides.
 """
 
 import triton.language as tl
