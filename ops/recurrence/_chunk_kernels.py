@@ -1,7 +1,7 @@
 """The recurrence in chunks, in Triton; the package's docstring has the formulas, and names are theirs.
 
-The forward pass has three kernels, of which the backward pass runs two again. A cast accumulator is never transposed for
-a product, which some releases of Triton compute wrongly on Hopper: it is stored, and loaded by its strides.
+The forward pass has three kernels, of which the backward pass runs two again. A cast accumulator is never transposed
+for a product, which some releases of Triton compute wrongly on Hopper: it is stored, and loaded by its strides.
 """
 
 import triton.language as tl
