@@ -32,7 +32,7 @@ def info_nce(
             `(-logit_scale).exp()`.
         symmetric: Take the mean of both directions, as CLIP does.
         query_ids, key_ids, negative_ids: As in `llmk.functional.info_nce`: equal ids are no negatives.
-        chunk_size: As in `llmk.functional.info_nce`.
+        chunk_size: As in `llmk.functional.fused_linear_ce`, in queries.
         group: The ranks whose keys and negatives are those of every query: a `torch.distributed.ProcessGroup`, its name
             or a DeviceMesh of one dimension, as the group of `llmk.functional.info_nce`. None is one rank.
 

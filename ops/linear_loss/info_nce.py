@@ -10,9 +10,8 @@ Forward, for queries q [N, H] and keys k [M, H], of which the first N are the qu
     loss_i = logsumexp_j(y_ij) - y_ii             with `symmetric` the mean of it and logsumexp_j(y_ji) - y_ii
 
 The products are made a block of queries at a time and read once, for statistics of rows and of columns: those of the
-columns, a maximum and a sum for each key, are merged block after block. If all of them fit 2 GiB in float32, and no
-`chunk_size` is given, they are kept for the backward pass. Else they are made again, and on a GPU the kernel that reads
-products of 16-bit embeddings makes them itself, so that no memory holds them.
+columns, a maximum and a sum for each key, are merged block after block. On a GPU the kernel that reads products of
+16-bit embeddings makes them itself, and no memory holds them.
 
 Backward, given the gradient g_i of loss_i, with P the softmax of each row and C that of each column:
 
@@ -21,7 +20,7 @@ Backward, given the gradient g_i of loss_i, with P the softmax of each row and C
     dq = scale / temperature * dy @ k          dk = scale / temperature * dy^T @ q
     dscale = sum(dy * (q @ k^T)) / temperature
 
-three products in all, for one direction or both, or four where those of the forward pass are made again.
+in which the products are made again: four in all, for one direction or both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,6 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, rows_plan
-from llmk.ops.linear_loss.chunked.plan import kept_rows
 from llmk.ops.linear_loss.drivers.contrastive import ContrastiveCall, info_nce_bwd, info_nce_fwd, stores_products
 from llmk.registry import Cost, Sample, public_op
 
@@ -72,11 +70,7 @@ def info_nce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     given = {"query_ids": ids(3, 1, 3, 2, 1), "key_ids": ids(3, 1, 3, 2, 1).int(), "negative_ids": ids(2, 7)}
     everything = {"scale": scale(0.7), "temperature": 0.5, "chunk_size": 2, **given, **both}
     yield Sample((randn(5, 12), randn(5, 12), randn(2, 12)), everything, why="every option")
-    yield Sample(
-        (randn(5, 12), randn(5, 12), randn(2, 12)),
-        {"reduction": "none", "chunk_size": 8, **given},
-        why="a loss each, masked",
-    )
+    yield Sample((randn(5, 12), randn(5, 12), randn(2, 12)), {"reduction": "none", **given}, why="a loss each, masked")
     yield Sample((randn(6, 8), randn(6, 8)), {"reduction": "none", "scale": scale(-0.5, 1), **both}, why="a loss each")
     yield Sample((randn(4, 8), randn(4, 8)), {"reduction": "sum", "scale": scale(1.5)}, why="a sum, a learned scale")
     alike = {"query_ids": ids(1, 1, 1), "key_ids": ids(1, 1, 1)}
@@ -86,9 +80,7 @@ def info_nce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     yield Sample((randn(0, 8), randn(0, 8)), {"reduction": "sum", **both}, why="no queries")
     yield Sample((randn(0, 8), randn(0, 8), randn(2, 8)), both, why="no queries, negatives: the mean is NaN")
     yield Sample((randn(12, 5).t(), randn(12, 5).t()), both, why="everything strided")
-    tiles = {"chunk_size": 64, **both}
-    yield Sample((randn(65, 8), randn(65, 8), randn(66, 8)), tiles, why="several tiles, made again")
-    yield Sample((randn(65, 8), randn(65, 8), randn(66, 8)), both, why="several tiles, kept")
+    yield Sample((randn(65, 8), randn(65, 8), randn(66, 8)), both, why="several tiles")
     more = {"chunk_size": 140, "scale": scale(0.7), "query_ids": ids(*range(150)), "key_ids": ids(*range(0, 300, 2))}
     yield Sample((randn(150, 80), randn(150, 80)), {**more, **both}, why="blocks of features, parts of tiles, masked")
     near = torch.nn.functional.normalize(randn(6, 16), dim=-1)
@@ -111,29 +103,19 @@ def info_nce_workload(sizes: Sequence[int], device: torch.device, dtype: torch.d
 
 
 def info_nce_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for sizes in [(32768, 1024), (20000, 768), (8192, 4096)]:
+    for sizes in [(32768, 1024), (8192, 4096)]:
         yield info_nce_workload(sizes, device, dtype)
 
 
-def info_nce_cost(
-    query: Tensor, key: Tensor, negatives: Tensor | None = None, *, chunk_size: int = 0, **options: Any
-) -> Cost:
-    keys = _keys(key, negatives)
-    return linear_cost(query, keys, reads=3, products=4 - _keeps_products(query, keys, chunk_size))
+def info_nce_cost(query: Tensor, key: Tensor, negatives: Tensor | None = None, **options: Any) -> Cost:
+    return linear_cost(query, _keys(key, negatives), reads=3, products=4)
 
 
 def info_nce_plan(
     query: Tensor, key: Tensor, negatives: Tensor | None = None, *, chunk_size: int = 0, **options: Any
 ) -> str:
-    keys = _keys(key, negatives)
-    kept = _keeps_products(query, keys, chunk_size)
-    stored = not kept and (query.is_cpu or stores_products(query))
-    said = rows_plan(query, keys, chunk_size=chunk_size, matrices=int(stored))
-    return said + (", the products of all kept" if kept else "")
-
-
-def _keeps_products(query: Tensor, keys: Tensor, chunk_size: int) -> bool:
-    return chunk_size == 0 and kept_rows(query.shape[0], keys.shape[0], torch.float32.itemsize) > 0
+    stored = query.is_cpu or stores_products(query)
+    return rows_plan(query, _keys(key, negatives), chunk_size=chunk_size, matrices=int(stored))
 
 
 def _keys(key: Tensor, negatives: Tensor | None) -> Tensor:
@@ -166,7 +148,7 @@ def info_nce(
     chunk_size: int = 0,
     group_name: str = "",
 ) -> Tensor:
-    """InfoNCE, the contrastive loss of embeddings, in one direction or both, for batches of any size.
+    """InfoNCE, the contrastive loss of embeddings, in one direction or both, without ever holding all similarities.
 
     A query's own key is the one in its row; the keys of the other rows and the `negatives` are its negatives. It is the
     cross entropy of `scale / temperature * query @ cat(key, negatives).t()` with targets 0, 1, and so on, or with
@@ -193,7 +175,7 @@ def info_nce(
         key_ids: `[N]`, as `query_ids`.
         negative_ids: `[K]`, as `query_ids`; with these needed for `negatives`.
         reduction: "none", "sum", or "mean" over the queries.
-        chunk_size: The queries whose similarities exist at a time; 0 chooses, and keeps all of them if they fit 2 GiB.
+        chunk_size: As in `fused_linear_ce`, in queries.
         group_name: The `group_name` of a `torch.distributed.ProcessGroup`; "" is one rank.
 
     Returns:
@@ -204,9 +186,8 @@ def info_nce(
         TypeError: A dtype does not fit.
         ValueError: A shape, a device or an option does not fit.
 
-    A maximum and a sum for each query, and for each key where both directions are, are kept from the forward to the
-    backward pass. Without a `chunk_size` the similarities are too, if they fit 2 GiB in float32, as those of 23,170
-    queries do: gradients then take two products besides the forward pass's one, and else three.
+    Gradients take three products besides the forward pass's one, whose result is made again. What is kept from the
+    forward to the backward pass is a maximum and a sum for each query, and for each key where both directions are.
 
     Sources: van den Oord et al., 2018, https://arxiv.org/abs/1807.03748; Radford et al., 2021,
     https://arxiv.org/abs/2103.00020.

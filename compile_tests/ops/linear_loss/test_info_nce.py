@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from compile_tests.helpers.backend_checks import require_same
 from compile_tests.helpers.rank_processes import errors_of_ranks
@@ -19,7 +18,6 @@ from llmk import losses
 from llmk.functional import info_nce
 from llmk.nn import InfoNCELoss
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.linear_loss.chunked import plan
 from llmk.ops.linear_loss.drivers import contrastive
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH
 from llmk.registry import OPS, Sample
@@ -107,14 +105,13 @@ def test_far_logits(device: torch.device) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("scale", [20.0, 400.0])
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("chunk_size", [0, 300], ids=["kept", "made again"])
-def test_tiles_without_pairs(chunk_size: int, symmetric: bool, scale: float, device: torch.device) -> None:
+def test_tiles_without_pairs(scale: float, symmetric: bool, device: torch.device) -> None:
     """Whole tiles that hold negatives alone; at the larger scale softmaxes lie too far apart for one exponential."""
     sides = torch.randn(3, 290, 16, generator=RANDOM)
     sides = F.normalize(sides, dim=-1).to(device, torch.bfloat16)
     factor = torch.tensor(scale, device=device)
     options = {"negatives": sides[2, :100], "scale": factor, "symmetric": symmetric, "reduction": "none"}
-    sample = Sample((sides[0], sides[1]), {**options, "chunk_size": chunk_size}, why="several tiles")
+    sample = Sample((sides[0], sides[1]), options, why="several tiles")
     require_accurate(OP, sample, call(OP, sample))
 
 
@@ -150,29 +147,9 @@ def test_the_matrix_never_exists_whole() -> None:
     query, key, extra = (torch.randn(n, 4) for n in (64, 64, 16))
     one = contrastive.ContrastiveCall(query, key, extra, torch.tensor(2.0), None, None, None, 1.0, True, "mean", 4, "")
     with LargestTensor() as seen:
-        loss, *kept = contrastive._forward(PYTORCH, one, True)
-        contrastive._backward(PYTORCH, torch.ones_like(loss), *kept, one, True, True, True, True)
+        loss, rows, columns = contrastive._forward(PYTORCH, one)
+        contrastive._backward(PYTORCH, torch.ones_like(loss), rows, columns, one, True, True, True, True)
     assert seen.most == 4 * 80
-
-
-def products(queries: int, **options: Any) -> float:
-    """Count the products of a step, in units of the similarities' own."""
-    query, key = (torch.randn(queries, 8, requires_grad=True) for _ in range(2))
-    with FlopCounterMode(display=False) as counter:
-        info_nce(query, key, symmetric=True, **options).backward()
-    return counter.get_total_flops() / (2 * queries * queries * 8)
-
-
-def test_similarities_are_kept_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "KEPT_BUDGET", 4 * 16**2)
-    assert (products(16), products(17), products(16, chunk_size=16)) == (3, 4, 4)
-
-
-def test_a_second_backward_pass_reads_what_was_kept(device: torch.device) -> None:
-    given = [x.to(device).requires_grad_() for x in (Q.clone(), K.clone(), torch.tensor(3.0))]
-    loss = info_nce(given[0], given[1], scale=given[2], symmetric=True)
-    first = torch.autograd.grad(loss, given, retain_graph=True)
-    assert all(map(torch.equal, first, torch.autograd.grad(loss, given)))
 
 
 def test_compiled_for_any_number_of_queries() -> None:

@@ -13,7 +13,7 @@ from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.chunked import VocabShard, plan
 from llmk.ops.linear_loss.chunked.plan import KEPT_BUDGET, kept_rows
 from llmk.ops.linear_loss.drivers import logprobs as drivers
-from llmk.ops.linear_loss.drivers._kept import KeptRows
+from llmk.ops.linear_loss.drivers._rows_call import RowsCall
 from llmk.ops.linear_loss.drivers.logprobs import LogprobsCall
 from llmk.ops.linear_loss.rows.projection import Chunk, Gradients, RowMatrix
 from llmk.registry import OPS, Sample
@@ -88,20 +88,20 @@ def test_ranks_with_unequal_parts_of_the_classes_keep_the_same_rows(monkeypatch:
                 softcap=0.0,
                 temperature=1.0,
             )
-            found = call.kept.matrix(call.kept.buffer(True))
+            found = call.kept_matrix(call.kept_buffer(True))
             assert (found is not None) == kept
             assert found is None or found.shape == (tokens, classes)
 
 
 def test_nothing_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, buffer = [], KeptRows.buffer
+    found, buffer = [], RowsCall.kept_buffer
 
-    def watched(self: KeptRows, keep: bool) -> Tensor:
-        kept = self.matrix(result := buffer(self, keep))
+    def watched(self: RowsCall, keep: bool) -> Tensor:
+        kept = self.kept_matrix(result := buffer(self, keep))
         found.append(0 if kept is None else len(kept))
         return result
 
-    monkeypatch.setattr(KeptRows, "buffer", watched)
+    monkeypatch.setattr(RowsCall, "kept_buffer", watched)
     x, weight, target = head(8)
     with torch.no_grad():
         torch.ops.llmk.linear_logprobs(x, weight, target)

@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, LinearCall
-from llmk.ops.linear_loss.chunked.plan import Plan
-from llmk.ops.linear_loss.drivers._kept import KeptRows
+from llmk.ops.linear_loss.chunked.plan import Plan, kept_rows
 from llmk.ops.linear_loss.drivers.distillation_call import DistillationCall
 from llmk.ops.linear_loss.kernels import Implementation
 from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
 from llmk.ops.linear_loss.rows.products import Weights
-from llmk.ops.linear_loss.rows.projection import Gradients, Projection, projection_of
+from llmk.ops.linear_loss.rows.projection import ALIGNED, Gradients, Projection, projection_of
+from llmk.registry import cdiv
 from llmk.registry.devices import kernels_on_cpu
 
 NOT_IGNORED = -1
 """An index to ignore that no class has."""
+PADDING_ELEMENTS = 2
+"""Elements of `kept_buffer` past the exponentials."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +61,28 @@ class RowsCall(LinearCall):
         """The bytes of an exponential that is kept: plain PyTorch computes in float32 on a CPU."""
         return 4 if self.input.is_cpu and not kernels_on_cpu() else self.input.dtype.itemsize
 
-    @property
-    def kept(self) -> KeptRows:
-        """The exponentials of all rows, where they are kept for a second pass."""
+    def kept_buffer(self, keep: bool) -> Tensor:
+        """Return a buffer for the exponentials of all rows, or of none: see `kept_matrix`.
+
+        Its size is a function of sizes alone, so that fakes have the same. It is never empty, because PyTorch traces
+        tensors without elements apart.
+        """
+        rows = kept_rows(math.prod(self.tokens), self.mean_classes, self.kept_element) if keep else 0
         dtype = torch.float32 if self.kept_element == 4 else self.input.dtype
-        sizes = math.prod(self.tokens), self.linear_weight.shape[0], self.mean_classes
-        return KeptRows(*sizes, dtype, self.input.device)
+        elements = rows * self.kept_columns + PADDING_ELEMENTS
+        return torch.empty((elements,), dtype=dtype, device=self.input.device)
+
+    @property
+    def kept_columns(self) -> Any:
+        columns: Any = torch.sym_max(self.linear_weight.shape[0], 1)
+        return cdiv(columns, ALIGNED) * ALIGNED
+
+    def kept_matrix(self, kept: Tensor) -> Tensor | None:
+        """Return the exponentials `[N, V]` of a `kept_buffer`, None where it has none."""
+        columns, V = self.kept_columns, self.linear_weight.shape[0]
+        if kept.numel() < columns:
+            return None
+        return kept[: kept.numel() // columns * columns].view(-1, columns)[:, :V]
 
 
 def gradients_of(

@@ -2,13 +2,12 @@
 
 The math is in `info_nce.py`. The keys are the classes of a linear layer without a bias, and the columns of a block of
 products have statistics as its rows have: those of the blocks are merged one after the other. Over the ranks of a group
-each rank has its own queries, and gathers the keys of all. All products are kept for the backward pass if they fit,
-and else made again. Ranks exchange the statistics of the columns, two numbers a
+each rank has its own queries, and gathers the keys of all. Ranks exchange the statistics of the columns, two numbers a
 key, and in the backward pass the gradient of each query's loss. The gradient of a key is the sum over the ranks, each
 of which has the part of its own queries: float32, in the ranks' order, and rounded once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -19,7 +18,6 @@ from torch import Tensor
 from llmk.ops.common.collectives import gather_from_ranks, sum_over_ranks
 from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.chunked.plan import plan
-from llmk.ops.linear_loss.drivers._kept import KeptRows
 from llmk.ops.linear_loss.head import check_chunk_size, check_temperature
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation, LossGradients, Products, Similarities
 from llmk.ops.linear_loss.kernels.transform import Transform
@@ -46,8 +44,6 @@ REDUCTIONS = ("none", "sum", "mean")
 INTEGERS = (torch.int64, torch.int32)
 STATISTICS_CHUNKS = 16
 """The chunks of products that take as much memory as the parts of statistics that a tile leaves in place of its own."""
-TENSORS = 4
-"""The tensors with a gradient, which come first: query, key, negatives and scale."""
 SMALLEST_FACTOR = 2.0**-48
 """The smallest factor that the scale of float16 gradients makes up for. Float16's normal range of 2**29 is left below
 it, and for a factor of 2**-77 a float16 gradient of float16 embeddings is 0."""
@@ -120,26 +116,15 @@ class ContrastiveCall(FromArguments):
             return torch.full((), 1 / self.temperature, dtype=torch.float32, device=self.query.device)
         return self.scale.float().view(()) / self.temperature
 
-    @property
-    def kept(self) -> KeptRows:
-        """The products of all queries, where they are kept for the backward pass."""
-        columns = self.rank_keys * self.ranks
-        return KeptRows(self.query.shape[0], columns, columns, torch.float32, self.query.device)
-
-    def kept_buffer(self, keep: bool) -> Tensor:
-        """Return a buffer for all products; with a `chunk_size` as few exist at a time as it says."""
-        return self.kept.buffer(keep and self.chunk_size == 0)
-
-    def rows(self, impl: Implementation, *, gradients: bool, kept: bool) -> LogitRows:
+    def rows(self, impl: Implementation, *, gradients: bool) -> LogitRows:
         """Return the queries as the rows of a linear layer, whose weight the keys are."""
         query, keys = self.query, self.gather(_joined(self.key, self.negatives))
-        made = not stores_products(query, impl)
-        if made:
+        stored = stores_products(query, impl)
+        if not stored:
             query, keys = query.contiguous(), keys.contiguous()
-        stored = not (made or kept)
         sizes = query.shape[0], query.shape[1], keys.shape[0], query.dtype
         chosen = plan(*sizes, on_host=impl.on_host, chunk_size=self.chunk_size, matrices=int(stored))
-        if made and not gradients:
+        if not (stored or gradients):
             chosen = replace(chosen, chunk_rows=chosen.chunk_rows * STATISTICS_CHUNKS)
         if self.group_name:  # the sum over the ranks is rounded
             chosen = replace(chosen, rounded_sums=False)
@@ -213,9 +198,9 @@ def stores_products(query: Tensor, impl: Implementation = KERNELS) -> bool:
     return not impl.contrastive.makes_products(query)
 
 
-def _products(queries: LogitRows, block: Block, kept: Tensor | None) -> Products:
-    layer, stored = queries.layer, block.logits if kept is None else kept[block.rows]
-    return Products(layer.x[block.rows], layer.weights.weight, stored)
+def _products(queries: LogitRows, block: Block) -> Products:
+    layer = queries.layer
+    return Products(layer.x[block.rows], layer.weights.weight, block.logits)
 
 
 def _losses(stats: Tensor, pairs: Tensor) -> Tensor:
@@ -223,16 +208,12 @@ def _losses(stats: Tensor, pairs: Tensor) -> Tensor:
     return stats[1].log() + (stats[0] - pairs)
 
 
-def _forward(impl: Implementation, call: ContrastiveCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss, the statistics of this rank's rows, `[2, N]`, and of all columns, `[2, R M]`, and products."""
-    buffer = call.kept_buffer(keep)
-    kept = call.kept.matrix(buffer)
-    queries, factor = call.rows(impl, gradients=False, kept=kept is not None), call.factor()
-    key_ids, rows, pairs, columns = call.ids_of_keys(), [], [], None
+def _forward(impl: Implementation, call: ContrastiveCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, and the statistics of this rank's rows, `[2, N]`, and of all columns, `[2, R M]`."""
+    queries, factor, key_ids = call.rows(impl, gradients=False), call.factor(), call.ids_of_keys()
+    rows, pairs, columns = [], [], None
     for block in queries.blocks():
-        if kept is not None:
-            queries.logits(block.rows, block.end, kept[block.rows])
-        given = _products(queries, block, kept), call.similarities(factor, key_ids, block.rows)
+        given = _products(queries, block), call.similarities(factor, key_ids, block.rows)
         row_parts, column_parts, own = impl.contrastive.statistics(*given, call.symmetric)
         rows.append(impl.contrastive.merge(row_parts))
         pairs.append(own)
@@ -244,7 +225,7 @@ def _forward(impl: Implementation, call: ContrastiveCall, keep: bool) -> tuple[T
         columns = impl.contrastive.merge(call.gather(columns).view(call.ranks, 2, -1))
         losses = (losses + _losses(call.own_keys(columns), pair)) / 2
     nothing = empty((0,), torch.float32, row_stats.device)
-    return _reduced(impl, call, losses), row_stats, nothing if columns is None else columns, buffer
+    return _reduced(impl, call, losses), row_stats, nothing if columns is None else columns
 
 
 def _reduced(impl: Implementation, call: ContrastiveCall, losses: Tensor) -> Tensor:
@@ -256,13 +237,11 @@ def _reduced(impl: Implementation, call: ContrastiveCall, losses: Tensor) -> Ten
 
 
 def _backward(
-    impl: Implementation, grad: Tensor, row_stats: Tensor, column_stats: Tensor, products: Tensor,
-    call: ContrastiveCall, need_query: bool, need_key: bool, need_negatives: bool, need_scale: bool,
+    impl: Implementation, grad: Tensor, row_stats: Tensor, column_stats: Tensor, call: ContrastiveCall,
+    need_query: bool, need_key: bool, need_negatives: bool, need_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Make the products again if they were not kept, and the gradients that are needed."""
-    kept = call.kept.matrix(products)
-    queries = call.rows(impl, gradients=True, kept=kept is not None)
-    factor, key_ids = call.factor(), call.ids_of_keys()
+    """Make the products again, and the gradients that are needed."""
+    queries, factor, key_ids = call.rows(impl, gradients=True), call.factor(), call.ids_of_keys()
     row_grads, need = call.loss_gradients(grad), (need_query, need_key or need_negatives, False)
     column_grads = call.to_keys(row_grads) if call.symmetric else None
     key_dtype = torch.float32 if call.group_name else call.key.dtype
@@ -276,7 +255,7 @@ def _backward(
         """Write the gradient of a block's products, and return that of the factor."""
         rows = LossGradients(row_stats[:, block.rows].contiguous(), of_rows[block.rows])
         given = call.similarities(factor, key_ids, block.rows), rows, columns, need_scale
-        return impl.contrastive.gradients(_products(queries, block, kept), block.gradient, *given)
+        return impl.contrastive.gradients(_products(queries, block), block.gradient, *given)
 
     blocks = queries.blocks(gradients if any(need) else None, counts, scale)
     factor_grads = [factor_gradient(block) for block in blocks]
@@ -317,16 +296,11 @@ def _scale_gradient(call: ContrastiveCall, parts: list[Tensor | None], scale: Te
     return (total if scale is None else total / scale).to(call.scale.dtype).view(call.scale.shape)
 
 
-def _fake_forward(call: ContrastiveCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_forward(call: ContrastiveCall) -> tuple[Tensor, Tensor, Tensor]:
     N, M = call.query.shape[0], call.rank_keys * call.ranks
     shapes = (N,) if call.reduction == "none" else (), (2, N), (2, M) if call.symmetric else (0,)
     loss, row_stats, column_stats = (call.query.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    return loss, row_stats, column_stats, call.kept_buffer(keep)
-
-
-def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]:
-    """Return True if products are kept: for a gradient."""
-    return (any(needs_input_grad[:TENSORS]),)
+    return loss, row_stats, column_stats
 
 
 def _product(call: ContrastiveCall) -> int:
@@ -334,12 +308,9 @@ def _product(call: ContrastiveCall) -> int:
     return 2 * call.query.shape[0] * call.query.shape[1] * call.rank_keys * call.ranks
 
 
-def _backward_flops(
-    grad: Tensor, row_stats: Tensor, column_stats: Tensor, products: Tensor, call: ContrastiveCall, *need: bool
-) -> int:
+def _backward_flops(grad: Tensor, row_stats: Tensor, column_stats: Tensor, call: ContrastiveCall, *need: bool) -> int:
     need_query, need_key, need_negatives, _ = need
-    made = call.kept.matrix(products) is None
-    return _product(call) * (made + need_query + (need_key or need_negatives))
+    return _product(call) * (1 + need_query + (need_key or need_negatives))
 
 
 info_nce_fwd = CallOp(
@@ -347,9 +318,9 @@ info_nce_fwd = CallOp(
     ContrastiveCall,
     partial(_forward, KERNELS),
     on_host=partial(_forward, PYTORCH),
-    outputs=4,
+    outputs=3,
     fake=_fake_forward,
-    flops=lambda call, keep: _product(call),
+    flops=_product,
 )
 info_nce_bwd = CallOp(
     "_info_nce_bwd",
@@ -364,7 +335,6 @@ info_nce_fwd.op.register_sharding(replicate_only)
 info_nce_bwd.op.register_sharding(replicate_only)
 info_nce_fwd.op.register_backward(
     info_nce_bwd.op,
-    outputs=("loss", "row_stats", "column_stats", "products"),
+    outputs=("loss", "row_stats", "column_stats"),
     depends_on=[["query", "key", "negatives", "scale"]],
-    keeps=_keeps,
 )

@@ -165,9 +165,9 @@ def check_support(support: Tensor, call: LogprobsCall) -> None:
 def _forward(impl: Implementation, full_call: CandidatesCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log-probabilities, entropies, the statistics `[S, ...]` of each token, and exponentials that are kept."""
     compacted, call = full_call.compacted(impl)
-    kept = full_call.kept.buffer(keep and full_call.keeps_exponentials)
+    kept = full_call.kept_buffer(keep and full_call.keeps_exponentials)
     rows = call.rows(impl, compacted)
-    exponentials = full_call.kept.matrix(kept)
+    exponentials = full_call.kept_matrix(kept)
     parts = first_pass(rows, None if exponentials is None else exponentials[: rows.x.shape[0]])
     of_rows, tail = parts.logprobs, parts.tail
     if tail is not None:
@@ -192,7 +192,7 @@ def _backward(
     grads = RowGradients(grad, None if entropy_grad is None else entropy_grad.reshape(-1), tail=tail)
     rows = call.rows(impl, compacted)
     gradients = gradients_of(rows, (need_dx, need_dw, need_db), call.recomputed_dtypes)
-    exponentials = full_call.kept.matrix(kept)
+    exponentials = full_call.kept_matrix(kept)
     second_pass(
         rows, compacted.gather_statistics(stats), lambda block, _: grads.of(block), gradients,
         None if exponentials is None else exponentials[: rows.x.shape[0]],
@@ -205,7 +205,7 @@ def _fake_forward(call: CandidatesCall, keep: bool) -> tuple[Tensor, Tensor, Ten
         call.input.new_empty(shape, dtype=torch.float32)
         for shape in (call.logprobs_shape, call.entropy_shape, (call.statistics, *call.tokens))
     )
-    return logprobs, entropy, stats, call.kept.buffer(keep and call.keeps_exponentials)
+    return logprobs, entropy, stats, call.kept_buffer(keep and call.keeps_exponentials)
 
 
 def _forward_sharding(input, entropy):
@@ -241,7 +241,7 @@ def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]
 def _is_kept(call: CandidatesCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor, *rest: Any) -> bool:
     """Return True if the exponentials that were kept are what the gradient is made of."""
     serves = entropy_grad is None or not call.entropy or (not call.softcap and call.kept_element == 4)
-    return serves and call.kept.matrix(rest[0]) is not None
+    return serves and call.kept_matrix(rest[0]) is not None
 
 
 def _recompute(forward: LinearOp, backward: LinearOp, keeps: Callable[..., tuple[bool]] | None = None) -> None:
@@ -449,7 +449,7 @@ def _grouped(
         objective = GroupObjective(call if of_tokens else full_call, _in_order(call) if of_tokens else compacted)
         parts = in_forward(rows, objective, gradients)
     else:
-        kept = call.kept.matrix(call.kept.buffer(needed and call.keeps_exponentials))
+        kept = call.kept_matrix(call.kept_buffer(needed and call.keeps_exponentials))
         parts = first_pass(rows, kept)
     logprobs, entropy = map(compacted.scatter_output, (parts.logprobs.squeeze(-1), parts.entropy))
     value, given = full_call.loss(slice(None)), [full_call.grouped(each) for each in (logprobs, entropy)]
@@ -475,7 +475,7 @@ def _fake_grouped(call: GroupsCall, *need: bool) -> tuple[Tensor, Tensor, Tensor
 def _grouped_products(impl: Implementation, call: GroupsCall, need_dx: bool, need_dw: bool, need_db: bool) -> float:
     """Count one product for the logits, one more if they are made twice, and one for each gradient."""
     needed = need_dx or need_dw or need_db
-    kept = call.keeps_exponentials and call.kept.matrix(call.kept.buffer(True)) is not None
+    kept = call.keeps_exponentials and call.kept_matrix(call.kept_buffer(True)) is not None
     twice = needed and (call.makes_gradients_again or (call.plan_of_groups(impl) is None and not kept))
     return 1 + twice + need_dx + need_dw
 

@@ -85,24 +85,15 @@ class LossGradients(NamedTuple):
 
 
 @jit
-def _first_read(M, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return the first row and column of a tile that is read."""
+def _read_tile(z_ptr, R, M, z_stride, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return a tile's first row and column, and its products."""
     tiles = tl.cdiv(M, BLOCK_C)  # consecutive programs read consecutive memory
-    program = tl.program_id(0)
-    return (program // tiles).to(tl.int64) * BLOCK_R, (program % tiles).to(tl.int64) * BLOCK_C
-
-
-@jit
-def _read_tile(
-    z_ptr, R, M, z_stride, first_row, first_col, PLAIN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
-):  # fmt: skip
-    """Return a tile's products, without a mask where it is plain: one prevents wide loads."""
-    row, col = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
-    ptrs = z_ptr + first_row * z_stride + first_col + row[:, None] * z_stride + col[None, :]
-    if PLAIN:
-        return tl.load(ptrs)
-    inside = (row < _left(R, first_row, BLOCK_R))[:, None] & (col < _left(M, first_col, BLOCK_C))[None, :]
-    return tl.load(ptrs, mask=inside, other=0.0)
+    first_row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_R
+    first_col = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_C
+    rows, cols = first_row + tl.arange(0, BLOCK_R), first_col + tl.arange(0, BLOCK_C)
+    inside = (rows < R)[:, None] & (cols < M)[None, :]
+    z = tl.load(z_ptr + rows[:, None] * z_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    return first_row, first_col, z
 
 
 @jit
@@ -204,15 +195,10 @@ def contrastive_statistics_kernel(
     z_ptr, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, col_ptr, pair_ptr, R, M, z_stride, first_pair,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    first_row, first_col = _first_read(M, BLOCK_R, BLOCK_C)
-    if _is_plain(query_id_ptr, R, M, first_row, first_col, first_pair, BLOCK_R, BLOCK_C):
-        z = _read_tile(z_ptr, R, M, z_stride, first_row, first_col, True, BLOCK_R, BLOCK_C)
-        m, s = _statistics(z, factor_ptr, None, None, col_ptr, pair_ptr, R, M, first_row, first_col, first_pair, True)
-    else:
-        z = _read_tile(z_ptr, R, M, z_stride, first_row, first_col, False, BLOCK_R, BLOCK_C)
-        m, s = _statistics(
-            z, factor_ptr, query_id_ptr, key_id_ptr, col_ptr, pair_ptr, R, M, first_row, first_col, first_pair, False
-        )
+    first_row, first_col, z = _read_tile(z_ptr, R, M, z_stride, BLOCK_R, BLOCK_C)
+    m, s = _statistics(
+        z, factor_ptr, query_id_ptr, key_id_ptr, col_ptr, pair_ptr, R, M, first_row, first_col, first_pair, False
+    )
     _store_part(m, s, row_ptr, first_col // BLOCK_C, first_row + tl.arange(0, BLOCK_R), R)
 
 
@@ -302,21 +288,6 @@ def _logsumexp(stats_ptr, first, L, block: tl.constexpr):
 
 
 @jit
-def _one_exponential_serves(
-    query_id_ptr, row_ptr, col_ptr, R, M, first_row, first_col, first_pair, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """Return True if a tile is plain and its logsumexps lie near each other, and the largest of its rows'."""
-    plain, base = _is_plain(query_id_ptr, R, M, first_row, first_col, first_pair, BLOCK_M, BLOCK_N), 0.0
-    if plain:
-        of_rows = _logsumexp(row_ptr, first_row, R, BLOCK_M)
-        base, least = tl.max(of_rows, axis=0), tl.min(of_rows, axis=0)
-        if col_ptr is not None:
-            least = tl.minimum(least, tl.min(_logsumexp(col_ptr, first_col, M, BLOCK_N), axis=0))
-        plain = base - least < SPREAD
-    return plain, base
-
-
-@jit
 def _store_gradient(
     z, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz,
     R, M, dz_stride, first_row, first_col, first_pair, base, PLAIN: tl.constexpr, DZ_DESCRIBED: tl.constexpr,
@@ -380,22 +351,11 @@ def contrastive_gradient_kernel(
     R, M, z_stride, dz_stride, first_pair, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of a tile of products, which may be over them, and its part of the factor's."""
-    first_row, first_col = _first_read(M, BLOCK_R, BLOCK_C)
-    plain, base = _one_exponential_serves(
-        query_id_ptr, row_ptr, col_ptr, R, M, first_row, first_col, first_pair, BLOCK_R, BLOCK_C
-    )
-    if plain:
-        z = _read_tile(z_ptr, R, M, z_stride, first_row, first_col, True, BLOCK_R, BLOCK_C)
-        dfactor = _store_gradient(
-            z, factor_ptr, None, None, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz_ptr,
-            R, M, dz_stride, first_row, first_col, first_pair, base, True, False,
-        )  # fmt: skip
-    else:
-        z = _read_tile(z_ptr, R, M, z_stride, first_row, first_col, False, BLOCK_R, BLOCK_C)
-        dfactor = _store_gradient(
-            z, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz_ptr,
-            R, M, dz_stride, first_row, first_col, first_pair, base, False, False,
-        )  # fmt: skip
+    first_row, first_col, z = _read_tile(z_ptr, R, M, z_stride, BLOCK_R, BLOCK_C)
+    dfactor = _store_gradient(
+        z, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz_ptr,
+        R, M, dz_stride, first_row, first_col, first_pair, 0.0, False, False,
+    )  # fmt: skip
     if dfactor_ptr is not None:
         _store_rows(dfactor, dfactor_ptr, first_col // BLOCK_C, first_row, R)
 
@@ -412,9 +372,13 @@ def contrastive_product_gradient_kernel(
         q, k, first_row.to(tl.int32), first_col.to(tl.int32), R, M, H, H, 1, H, 1,
         DESCRIBED, False, True, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
     )  # fmt: skip
-    plain, base = _one_exponential_serves(
-        query_id_ptr, row_ptr, col_ptr, R, M, first_row, first_col, first_pair, BLOCK_M, BLOCK_N
-    )
+    plain, base = _is_plain(query_id_ptr, R, M, first_row, first_col, first_pair, BLOCK_M, BLOCK_N), 0.0
+    if plain:
+        of_rows = _logsumexp(row_ptr, first_row, R, BLOCK_M)
+        base, least = tl.max(of_rows, axis=0), tl.min(of_rows, axis=0)
+        if col_ptr is not None:
+            least = tl.minimum(least, tl.min(_logsumexp(col_ptr, first_col, M, BLOCK_N), axis=0))
+        plain = base - least < SPREAD
     if plain:
         dfactor = _store_gradients(
             z, factor_ptr, None, None, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz,
