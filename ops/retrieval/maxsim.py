@@ -218,7 +218,8 @@ def maxsim(
         query: `[Q, Lq, D]`, or packed `[T, D]` with `query_offsets`; float32, float16 or bfloat16, any strides.
         document: `[N, Ld, D]`, or packed with `document_offsets`, in the dtype of `query`.
         query_mask: Which tokens count `[Q, Lq]`, bool; None is all. Not with `query_offsets`.
-        document_mask: `[N, Ld]`, as `query_mask`.
+        document_mask: `[N, Ld]`, as `query_mask`. A token that does not count is never the nearest; PyLate gives it a
+            similarity of 0, which is the largest where all others are negative.
         query_offsets: The end of each query's tokens `[Q]`, int32, none before the last. Tokens after the last end
             belong to none.
         document_offsets: `[N]`, as `query_offsets`.
