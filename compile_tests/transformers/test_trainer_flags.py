@@ -1,5 +1,6 @@
 """A patched model under the flags that `Trainer` and accelerate are used with: the losses of the unpatched one."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def test_trainer(flag: str, tmp_path: Path):
 
 def test_accelerate():
     """Mixed precision, accumulation and compilation at once, in a loop of one's own."""
+    gc.collect()  # accelerate asks a trainer's loader, as long as that lives, where accumulation ends
     ids = tokens(4, 12)
 
     def losses(patched: bool) -> list[float]:
