@@ -26,13 +26,13 @@ help:
 	@echo 'usage: make VERB [VARIABLE=...]'
 	@echo
 	@echo '  train     train a model, llmk and PyTorch: 2 minutes on a CPU    TRAIN_ARGS'
-	@echo '  test      the test suite, then kernels interpreted: 25 minutes   TEST_ARGS'
+	@echo '  test      the test suite, then kernels interpreted: 21 minutes   TEST_ARGS'
 	@echo '  lint      format, lint and type checks; changes nothing: 2 minutes'
 	@echo '  opcheck   all checks of every operator: hours of a core          OPCHECK_ARGS'
 	@echo '  bench     time and memory of every operator beside PyTorch       BENCH_ARGS'
 	@echo '  docs      the documentation, into docs/_build/html: a minute'
 	@echo '  wheel     the wheel and the source archive, into dist/'
-	@echo '  ci        what must pass before a change is merged: under an hour'
+	@echo '  ci        what must pass before a change is merged: 30 minutes'
 	@echo
 	@echo 'Times are of two cores, once .venv is there, which takes some minutes more.'
 	@echo 'Each verb installs what it needs into .venv. It takes Python 3.11 or newer,'
