@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.registry.private.operators import autograd_keys, no_saved_tensor_hooks
+from llmk.registry.private.modes import saved_tensors_unhooked
+from llmk.registry.private.operators import autograd_keys
 
 
 def gradient_of(value: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -24,7 +25,7 @@ def gradient_of(value: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor,
     with (
         autograd_keys(),
         torch.enable_grad(),
-        no_saved_tensor_hooks(),
+        saved_tensors_unhooked(),
         torch.autograd.set_multithreading_enabled(False),
     ):
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]

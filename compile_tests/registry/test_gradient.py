@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmk.registry import KernelOp, differentiating, gradient_of, replicate_only, set_short_path_enabled
-from llmk.registry.private import operators
+from llmk.registry.private import modes
 
 
 def body(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def test_hooks_on_saved_tensors_see_none_of_it(path: None, op: Any) -> None:
 
 
 def test_without_the_name_that_hooks_are_switched_off_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "_set_tracing", None)
+    monkeypatch.setattr(modes, "_set_hooks_tracing", None)
     test_hooks_on_saved_tensors_see_none_of_it(None, INLINED)
 
 

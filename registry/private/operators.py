@@ -147,7 +147,6 @@ _included: Callable[[], Any] = required("torch._C._dispatch_tls_local_include_se
 _excluded: Callable[[], Any] = required("torch._C._dispatch_tls_local_exclude_set")
 _with_keys: Callable[[Any, Any], Any] = required("torch._C._ForceDispatchKeyGuard")
 _key: Any = required("torch._C.DispatchKey")
-_set_tracing: Callable[[bool], bool] | None = find("torch._C._autograd._saved_tensors_hooks_set_tracing")
 
 
 def autograd_keys() -> contextlib.AbstractContextManager[Any]:
@@ -156,17 +155,3 @@ def autograd_keys() -> contextlib.AbstractContextManager[Any]:
     for key in (_key.AutogradFunctionality, _key.AutogradOther, _key.AutogradNestedTensor, _key.ADInplaceOrView):
         excluded = excluded.remove(key)
     return _with_keys(_included().add(_key.ADInplaceOrView), excluded)
-
-
-@contextlib.contextmanager
-def no_saved_tensor_hooks() -> Iterator[None]:
-    """Keep hooks on saved tensors from being called inside."""
-    if _set_tracing is None:  # the innermost hooks alone are called
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            yield
-        return
-    before = _set_tracing(True)
-    try:
-        yield
-    finally:
-        _set_tracing(before)
