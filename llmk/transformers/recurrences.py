@@ -39,11 +39,12 @@ class Recurrence(Calls):
 
 @dataclass(frozen=True)
 class DeltaRule(FunctionForm):
-    """Functions of queries, keys, values, log decays and beta, tokens before heads.
+    """Functions of queries and keys `[B, T, HK, K]`, values `[B, T, H, V]`, log decays and beta `[B, T, H]`.
 
     Attributes:
         grouped: They take fewer heads of queries and keys than of values.
-        channels: They have a decay for each channel of a head, as Kimi Linear's, and not one for the head.
+        channels: They have a decay for each channel of a head, `[B, T, H, K]`, as Kimi Linear's, and not one for the
+            head.
     """
 
     grouped: bool = True
@@ -139,7 +140,7 @@ GATE = "z"
 
 @dataclass(frozen=True)
 class Scan(FunctionForm):
-    """Functions of an input, time steps, A, B, C and the size of chunks, tokens before heads."""
+    """Functions of an input `[B, T, H, P]`, time steps `[B, T, H]`, A `[H]`, B, C `[B, T, G, N]` and a chunk size."""
 
     operator = "gated_linear_attention"
     positional = range(5, 7)

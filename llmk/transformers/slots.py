@@ -27,6 +27,8 @@ FUNCTIONS: dict[str, FunctionForm] = {
     "fused_recurrent_gated_delta_rule": DeltaRuleStep(),
     "fused_recurrent_kda": DeltaRuleStep(grouped=False, channels=True),
     "mamba_chunk_scan_combined": Scan(),
+    # Mamba-2's layer in training, from its input's projection on. What is here goes on to the slots above and computes
+    # nothing: a function of this slot has no mask, and padding on the left would enter the states.
     "mamba_split_conv1d_scan_combined": WholeLayer(),
 }
 """The slots of functions that `patch` knows too, which try what is in a slot."""
@@ -99,66 +101,15 @@ class SoftmaxTopKRouter(Layer):
         return logits, weights.to(logits.dtype), experts
 
 
-def _function(form: FunctionForm) -> Callable[..., Any]:
-    """Make the forward of a slot of a function, whose signature `kernels` compares with that of the slot's own."""
+def _layer_of(form: FunctionForm) -> type[Layer]:
+    """Make the layer of a function's slot, whose signature `kernels` compares with that of the slot's own."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = form.call(*args, **kwargs)
         return type(self).forward(self, *args, **kwargs) if result is NotImplemented else result
 
     forward.__signature__ = inspect.signature(type(form).call)  # type: ignore[attr-defined]
-    return forward
-
-
-class CausalConv1dFn(Layer):
-    """`causal_conv1d_fn` of hybrids: hidden_states `[B, D, T]`, weight `[D, K]`, bias `[D]`."""
-
-    forward = _function(FUNCTIONS["causal_conv1d_fn"])
-
-
-class CausalConv1dUpdate(Layer):
-    """`causal_conv1d_update` of hybrids: hidden_states `[B, D, 1]`; it updates conv_state `[B, D, S]`."""
-
-    forward = _function(FUNCTIONS["causal_conv1d_update"])
-
-
-class ChunkGatedDeltaRule(Layer):
-    """`chunk_gated_delta_rule` of hybrids: query, key `[B, T, HK, K]`, value `[B, T, H, V]`, g, beta `[B, T, H]`."""
-
-    forward = _function(FUNCTIONS["chunk_gated_delta_rule"])
-
-
-class ChunkKDA(Layer):
-    """`chunk_kda` of Kimi Linear: query, key, value, g `[B, T, H, K]`, beta `[B, T, H]`."""
-
-    forward = _function(FUNCTIONS["chunk_kda"])
-
-
-class FusedRecurrentGatedDeltaRule(Layer):
-    """`fused_recurrent_gated_delta_rule` of hybrids: the arguments of `chunk_gated_delta_rule`, of one token."""
-
-    forward = _function(FUNCTIONS["fused_recurrent_gated_delta_rule"])
-
-
-class FusedRecurrentKDA(Layer):
-    """`fused_recurrent_kda` of Kimi Linear: the arguments of `chunk_kda`, of one token."""
-
-    forward = _function(FUNCTIONS["fused_recurrent_kda"])
-
-
-class MambaChunkScanCombined(Layer):
-    """`mamba_chunk_scan_combined` of Mamba-2: input `[B, T, H, P]`, dt `[B, T, H]`, A `[H]`, B, C `[B, T, G, N]`."""
-
-    forward = _function(FUNCTIONS["mamba_chunk_scan_combined"])
-
-
-class MambaSplitConv1dScanCombined(Layer):
-    """Mamba-2's layer in training, from its input's projection on, which goes on to the slots above: this is no other.
-
-    The function of this slot has no mask: with it, padding on the left would enter the states.
-    """
-
-    forward = _function(FUNCTIONS["mamba_split_conv1d_scan_combined"])
+    return type(type(form).__name__, (Layer,), {"forward": forward, "__doc__": type(form).__doc__})
 
 
 def _gated(module: Any, x: Tensor, unit: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -235,14 +186,7 @@ LAYERS: dict[str, type[nn.Module]] = {
     "RMSNormZeroCentered": RMSNormZeroCentered,
     "RMSNormGated": RMSNormGated,
     "SoftmaxTopKRouter": SoftmaxTopKRouter,
-    "causal_conv1d_fn": CausalConv1dFn,
-    "causal_conv1d_update": CausalConv1dUpdate,
-    "chunk_gated_delta_rule": ChunkGatedDeltaRule,
-    "chunk_kda": ChunkKDA,
-    "fused_recurrent_gated_delta_rule": FusedRecurrentGatedDeltaRule,
-    "fused_recurrent_kda": FusedRecurrentKDA,
-    "mamba_chunk_scan_combined": MambaChunkScanCombined,
-    "mamba_split_conv1d_scan_combined": MambaSplitConv1dScanCombined,
+    **{slot: _layer_of(form) for slot, form in FUNCTIONS.items()},
     "SwiGLUMLP": SwiGLUMLP,
     "GeGLUMLP": GeGLUMLP,
     "rotary_pos_emb": RotaryPosEmb,
