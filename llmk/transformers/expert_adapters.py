@@ -10,8 +10,6 @@ experts, kept for the backward pass, and a gradient as large. It wraps the exper
 that has adapters, one wrapper around the other; what is changed is the outermost.
 """
 
-import inspect
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +22,6 @@ from llmk.transformers.experts import Adapters, is_packed, weight_names
 from llmk.transformers.guards import KEPT, METHOD, PLAIN, guarded, is_hooked, why_no_weight
 from llmk.transformers.mixtures import Experts, takes
 from llmk.transformers.probe import Differs
-from llmk.transformers.rewrite import set_source
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,6 @@ class AdaptedExperts(Change):
                 return base.forward(self, x, *routing, **named)
             return self.get_base_layer()(x, *routing, adapters=_adapters(self))
 
-        set_source(forward, textwrap.dedent(inspect.getsource(forward)))
         return guarded(base, "forward", forward, ())
 
 

@@ -1,7 +1,5 @@
 """Norms with a gate: modules that compute `rms_norm_gated`, told by what they compute."""
 
-import inspect
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -17,7 +15,7 @@ from llmk.transformers.classes import Change
 from llmk.transformers.guards import Facts, guarded, has_plain_weights, why_no_weight
 from llmk.transformers.norms import Trial, signature_of, small_numbers
 from llmk.transformers.probe import Differs
-from llmk.transformers.rewrite import set_source
+from llmk.transformers.rewrite import own_source, set_source
 
 
 class GatedForm(NamedTuple):
@@ -68,7 +66,7 @@ class GatedNorm(Change):
                 return own(self, input, gate)
             return form(input, gate, weight)
 
-        set_source(forward, f"# {form}\n" + textwrap.dedent(inspect.getsource(forward)))
+        set_source(forward, f"# {form}\n{own_source(forward)}")
         return guarded(base, "forward", forward, self.facts, own)
 
 

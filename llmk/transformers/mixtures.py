@@ -1,7 +1,5 @@
 """Experts of mixtures: modules whose forward computes what `experts_forward` does, told by running both."""
 
-import inspect
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +32,6 @@ from llmk.transformers.probe import (
     same,
     without_parameters,
 )
-from llmk.transformers.rewrite import set_source
 
 IMPLEMENTATION = "_experts_implementation"
 """The configuration's name for the function that experts are computed by."""
@@ -65,7 +62,6 @@ class Experts(Change):
         def llmk_gate_form(self: Any) -> GateForm | None:
             return gate_form(self)
 
-        set_source(forward, textwrap.dedent(inspect.getsource(forward)))
         return guarded(base, "forward", forward, self.facts) | {GATE_FORM: llmk_gate_form}
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -18,7 +17,7 @@ from llmk.transformers.classes import Change
 from llmk.transformers.guards import Fact, Facts, guarded, has_plain_weights, reads_of, why_no_weight
 from llmk.transformers.probe import Differs, agree, apart, gradients, randoms, rows_of_all_scales, run, same
 from llmk.transformers.projections import made_of
-from llmk.transformers.rewrite import set_source
+from llmk.transformers.rewrite import own_source, set_source
 
 
 class NormForm(NamedTuple):
@@ -118,7 +117,7 @@ class Norm(Change):
             total = input + residual
             return form(total, weight, bias), total
 
-        set_source(forward, f"# {form}\n" + textwrap.dedent(inspect.getsource(forward)))
+        set_source(forward, f"# {form}\n{own_source(forward)}")
         return guarded(base, "forward", forward, self.facts, own)
 
 

@@ -155,8 +155,7 @@ def argument_names(definition: ast.FunctionDef) -> set[str]:
 @functools.cache
 def _definition(function: FunctionType) -> ast.FunctionDef:
     try:
-        source = textwrap.dedent(inspect.getsource(function))
-        (definition,) = ast.parse(source).body
+        (definition,) = ast.parse(own_source(function)).body
         runs = function.__code__ in _codes(function)
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         raise CannotRewrite("its source is not to be had") from error
@@ -224,11 +223,16 @@ def set_source(function: FunctionType, source: str) -> None:
     vars(function)["llmk_source"] = source
 
 
+def own_source(function: FunctionType) -> str:
+    """The source of a function as it stands in its file, from the first column on."""
+    return textwrap.dedent(inspect.getsource(function))
+
+
 def source_of_method(module: nn.Module, name: str) -> str:
     """The source of a module's method, as it was or as it was made here."""
     function = inspect.unwrap(getattr(type(module), name))
     made = getattr(function, "llmk_source", None)
-    return made or textwrap.dedent(inspect.getsource(function))
+    return made or own_source(function)
 
 
 def _bare(definition: ast.FunctionDef) -> ast.FunctionDef:
