@@ -11,7 +11,7 @@ from torch import Tensor
 from llmk.registry.devices import SHARED_MEMORY, kernels_on_cpu, launches_for, use_kernels_on_cpu
 from llmk.registry.eager.bypass import fast_path
 from llmk.registry.eager.launch_cache import captures
-from llmk.registry.eager.launcher import contiguous_layout, launcher_for, with_options
+from llmk.registry.eager.launcher import StandIn, contiguous_layout, launcher_for, with_options
 from llmk.registry.private.kernels import INTERPRET, KNOWS_LAUNCH, TensorDescriptor
 from llmk.registry.private.modes import dispatch_modes
 from llmk.registry.private.tensors import empty_on_gpu
@@ -36,26 +36,14 @@ class _Recorder:
 _recorder = _Recorder()
 
 
-class _RecordingKernel:
-    """Stands in for a kernel while launches are recorded."""
-
-    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[Any, ...]) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            self.launches.append(Launch(self.kernel, grid, args, kwargs))
-
-        return launch
-
-
 def wrap_triton(kernel: Any) -> Any:
     """Return `torch.library.wrap_triton(kernel)` if something traces, and in plain eager mode the fastest launcher.
 
     It also knows the recorder, and the interpreter, which torch 2.11 refuses.
     """
-    if _recorder.launches is not None:
-        return _RecordingKernel(kernel, _recorder.launches)
+    launches = _recorder.launches
+    if launches is not None:
+        return StandIn(lambda grid, *args, **kwargs: launches.append(Launch(kernel, grid, args, kwargs)))
     if not INTERPRET and dispatch_modes():
         return with_options(torch.library.wrap_triton(kernel))
     if captures.current is not None:

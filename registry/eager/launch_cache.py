@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmk.registry.devices import launches_directly
 from llmk.registry.eager.bypass import PLAIN_NUMBERS, PLAIN_TENSORS
-from llmk.registry.eager.launcher import Launcher
+from llmk.registry.eager.launcher import Launcher, StandIn
 from llmk.registry.private.kernels import drivers, launches_watched
 from llmk.registry.private.tensors import empty_on_gpu, storage_of, version_of
 
@@ -170,8 +170,19 @@ class Capture:
         self.tensors.append(buffer)
         self.versions.append(_version(buffer))
 
-    def launcher(self, launcher: Launcher) -> "_RecordingLauncher":
-        return _RecordingLauncher(self, launcher)
+    def launcher(self, launcher: Launcher) -> StandIn:
+        """Return a launcher whose launches go into the capture too."""
+
+        def launch(grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+            built = launcher[grid](*args, **constants)
+            if built is None:
+                self.spoiled = True
+                return
+            run, function, metadata, rest = built
+            self.kernels[id(launcher.kernel)] = launcher.kernel
+            self.launches.append((run, function, metadata, grid, (*args, *rest)))
+
+        return StandIn(launch)
 
     def place(self, tensor: Tensor) -> int:
         """Return the index of the input or buffer that begins where the tensor does; a ValueError if not one does.
@@ -198,25 +209,6 @@ class Capture:
 def _version(tensor: Tensor) -> int | None:
     """Return a number that grows when PyTorch writes into a tensor; a launch of ours does not change it."""
     return 0 if tensor.is_inference() else version_of(tensor)
-
-
-class _RecordingLauncher:
-    """A launcher whose launches go into a capture too."""
-
-    def __init__(self, capture: Capture, launcher: Launcher) -> None:
-        self.capture, self.launcher = capture, launcher
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **constants: Any) -> None:
-            built = self.launcher[grid](*args, **constants)
-            if built is None:
-                self.capture.spoiled = True
-                return
-            run, function, metadata, rest = built
-            self.capture.kernels[id(self.launcher.kernel)] = self.launcher.kernel
-            self.capture.launches.append((run, function, metadata, grid, (*args, *rest)))
-
-        return launch
 
 
 class _RecentKeys:

@@ -5,6 +5,7 @@ which the launch itself is 5. A `Launcher` keeps each built kernel under what Tr
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,17 @@ _INT32, _INT64 = 2**31, 2**63
 _LONG = ("long", "long, a multiple of 16")
 
 
-class Launcher:
+class StandIn:
+    """Stands in for a Triton kernel: `stand_in[grid](...)` is `launch(grid, ...)`."""
+
+    def __init__(self, launch: Callable[..., Any]) -> None:
+        self.launch = launch
+
+    def __getitem__(self, grid: tuple[Any, ...]) -> Any:
+        return functools.partial(self.launch, grid)
+
+
+class Launcher(StandIn):
     """Stands in for a Triton kernel on an NVIDIA GPU: `launcher[grid](*args, **constants)`.
 
     What the kernel takes after `args` must be given by keyword, beside options such as num_warps. Where a hook or a
@@ -25,11 +36,9 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any) -> None:
+        super().__init__(self._launch)
         self.kernel = kernel
         self._built: dict[Any, tuple[Any, ...]] = {}
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> tuple[Any, ...] | None:
         """Launch and return what the next launch needs, or None where that is not to be repeated."""
@@ -87,18 +96,9 @@ class Launcher:
         return compiled.run, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in rest)
 
 
-class _WithOptions:
-    """A kernel, or what stands for one, that is given the options at each launch."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return functools.partial(self.kernel[grid], **OPTIONS)
-
-
 def with_options(kernel: Any) -> Any:
-    return _WithOptions(kernel) if OPTIONS else kernel
+    """Return a kernel, or what stands for one, that is given the options at each launch."""
+    return StandIn(lambda grid, *args, **given: kernel[grid](*args, **OPTIONS | given)) if OPTIONS else kernel
 
 
 _launchers: dict[int, Launcher] = {}
