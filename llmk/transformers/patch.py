@@ -20,7 +20,7 @@ from llmk.transformers.classes import (
     patched_class,
     set_classes,
 )
-from llmk.transformers.convolutions import CausalConv1d, Convolution
+from llmk.transformers.convolutions import CausalConv1d, CausalConv1dStep, Convolution
 from llmk.transformers.exact_types import ExactTypes
 from llmk.transformers.expert_adapters import AdaptedExperts, find_adapted_experts, is_wrapper
 from llmk.transformers.experts import GATE
@@ -33,12 +33,11 @@ from llmk.transformers.norms import Norm, find_norm
 from llmk.transformers.packed_rows import find_packed_rows
 from llmk.transformers.probe import Differs, identity
 from llmk.transformers.projections import Projections, find_projections
-from llmk.transformers.recurrences import DeltaRule, Recurrence, Scan, WholeLayer
+from llmk.transformers.recurrences import DeltaRule, DeltaRuleStep, Recurrence, Scan, WholeLayer
 from llmk.transformers.report import REPORT, Entry, Report
 from llmk.transformers.residuals import Residual
 from llmk.transformers.rewrite import CannotRewrite, Edit, Rewrite, Source, source_of
 from llmk.transformers.rotary import RopeFinder
-from llmk.transformers.steps import CausalConv1dStep, DeltaRuleStep
 from llmk.transformers.streams import find_streams
 
 Finder = Callable[[nn.Module, Source], Edit | None]

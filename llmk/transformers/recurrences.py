@@ -1,8 +1,7 @@
 """Linear recurrences over chunks of tokens: functions that compute `gated_delta_rule` or `gated_linear_attention`.
 
 A function is tried with heads of all scales, with and without each of its options. What it gives, outputs, states and
-gradients, must be what the operator's reference gives in float64. Functions that go
-token by token, which models call to generate, are in `steps.py`.
+gradients, must be what the operator's reference gives in float64.
 """
 
 import functools
@@ -80,8 +79,7 @@ class DeltaRule(FunctionForm):
                 return recurrence_reference(*by_token, l2_norm_qk=normalized, **state)
 
             inputs = self._inputs(tokens, normalized, with_state, randoms(seed))
-            _compare(own, reference, inputs, "output_final_state" in options)
-            _check_dtypes(own, inputs, torch.bfloat16)
+            _compare(own, reference, inputs, "output_final_state" in options, torch.bfloat16)
         return self
 
     def _inputs(
@@ -131,6 +129,45 @@ class DeltaRule(FunctionForm):
         return not self.channels or (isinstance(g, Tensor) and g.dtype in FLOAT_DTYPES and g.shape == of_channels)
 
 
+@dataclass(frozen=True)
+class DeltaRuleStep(DeltaRule):
+    """Functions of queries, keys, values, log decays and beta that go token by token: no size of chunks.
+
+    A model generates by them. They are replaced where they are called with one token after a state.
+    """
+
+    operator = "gated_delta_rule_step"
+
+    def takes(self, names: list[str]) -> bool:
+        return super().takes(names) and "chunk_size" not in names
+
+    @property
+    def cases(self) -> list[tuple[int, bool, dict[str, Any]]]:
+        """Compare several tokens: what one alone gives is a row of one number, which may cancel."""
+        final = {"output_final_state": True}
+        return [(9, True, final), (9, True, final | {"use_qk_l2norm_in_kernel": True})]
+
+    def call(  # type: ignore[override]
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        g: Any,
+        beta: Any,
+        initial_state: Any = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if initial_state is None or not self.fits(query, key, value, g, beta, initial_state) or query.shape[1] != 1:
+            return NotImplemented
+        q, k, v, g, beta = (x.squeeze(1) for x in (query, key, value, g, beta))
+        out, final = functional.gated_delta_rule_step(
+            q, k, v, g, beta, initial_state.float(), l2_norm_qk=use_qk_l2norm_in_kernel
+        )
+        return out.unsqueeze(1), final if output_final_state else None
+
+
 # ---- the scan of Mamba-2
 
 NO_LIMIT = (0.0, float("inf"))
@@ -169,8 +206,7 @@ class Scan(FunctionForm):
                 return _by_attention(recurrence_reference, x, dt, A, B, C, **more, **given)
 
             inputs = _scan_inputs(tokens, "dt_softplus" in options, with_parameters, with_state, randoms(seed))
-            _compare(own, reference, inputs, "return_final_states" in options, ON_THE_WAY | LIMITS)
-            _check_dtypes(own, inputs, torch.float32, ON_THE_WAY | LIMITS)
+            _compare(own, reference, inputs, "return_final_states" in options, torch.float32, ON_THE_WAY | LIMITS)
         return self
 
     def call(
@@ -340,12 +376,13 @@ def _compare(
     reference: Callable[..., tuple[Tensor, Tensor]],
     inputs: dict[str, Tensor],
     with_state: bool,
+    dtype: torch.dtype,
     also: frozenset[str] = ON_THE_WAY,
 ) -> None:
     """Compare output, state and gradients, head by head.
 
     Raises:
-        Differs: They are others.
+        Differs: They are others, or for inputs in bfloat16 the output has not this dtype, or the state not float32.
     """
     given = {name: x.requires_grad_() for name, x in inputs.items()}
     exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
@@ -357,6 +394,9 @@ def _compare(
     for a, b in zip(*slopes, strict=True):
         if a is None or b is None or not agree(_by_head(a), _by_head(b)):
             raise Differs("has other gradients")
+    out, state = run(lambda: own(**{name: x.detach().bfloat16() for name, x in inputs.items()}), also=also)
+    if out.dtype != dtype or (state is not None and state.dtype != torch.float32):
+        raise Differs("gives other dtypes")
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -367,18 +407,3 @@ def _by_head(x: Tensor) -> Tensor:
 def _rows(out: Tensor, state: Tensor | None) -> list[Tensor]:
     rows = [_by_head(_transposed(out))]
     return rows if state is None else [*rows, _by_head(state)]
-
-
-def _check_dtypes(
-    own: Callable[..., tuple[Any, Any]],
-    inputs: dict[str, Tensor],
-    output: torch.dtype,
-    also: frozenset[str] = ON_THE_WAY,
-) -> None:
-    """
-    Raises:
-        Differs: For inputs in bfloat16 the dtype of the output is another, or that of the state is not float32.
-    """
-    out, state = run(lambda: own(**{name: x.detach().bfloat16() for name, x in inputs.items()}), also=also)
-    if out.dtype != output or (state is not None and state.dtype != torch.float32):
-        raise Differs("gives other dtypes")

@@ -15,9 +15,8 @@ from llmk import functional
 from llmk.ops.common.activations import GATES
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.calls import FunctionForm
-from llmk.transformers.convolutions import CausalConv1d
-from llmk.transformers.recurrences import DeltaRule, Scan, WholeLayer
-from llmk.transformers.steps import CausalConv1dStep, DeltaRuleStep
+from llmk.transformers.convolutions import CausalConv1d, CausalConv1dStep
+from llmk.transformers.recurrences import DeltaRule, DeltaRuleStep, Scan, WholeLayer
 
 FUNCTIONS: dict[str, FunctionForm] = {
     "causal_conv1d_fn": CausalConv1d(),
