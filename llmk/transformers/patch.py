@@ -24,12 +24,11 @@ from llmk.transformers.convolutions import CausalConv1d, CausalConv1dStep, Convo
 from llmk.transformers.exact_types import ExactTypes
 from llmk.transformers.expert_adapters import AdaptedExperts, find_adapted_experts, is_wrapper
 from llmk.transformers.experts import GATE
-from llmk.transformers.gated_norms import GatedNorm, find_gated_norm
 from llmk.transformers.gates import GateFinder
 from llmk.transformers.loss import Head, LossSite, find_loss
 from llmk.transformers.masks import find_masks
 from llmk.transformers.mixtures import Experts, find_experts
-from llmk.transformers.norms import Norm, find_norm
+from llmk.transformers.norms import GatedNorm, Norm, find_gated_norm, find_norm
 from llmk.transformers.packed_rows import find_packed_rows
 from llmk.transformers.probe import Differs, identity
 from llmk.transformers.projections import Projections, find_projections
