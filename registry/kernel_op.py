@@ -1,6 +1,7 @@
 """Kernel ops: the private operators `llmk::_NAME` that launch kernels."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ from llmk.registry.eager.bypass import PLAIN_TENSORS, are_plain, is_eager
 from llmk.registry.eager.launch_cache import LaunchCache, captures, pending
 from llmk.registry.graphs import forced_form
 from llmk.registry.launch import HAS_LAUNCHER, recording, wrap_triton
-from llmk.registry.named_arguments import by_argument_names
 from llmk.registry.private.modes import traced_by_compiler
 from llmk.registry.private.operators import bare_apply, define_kernel_op, schema_of
 from llmk.registry.private.tensors import is_view
@@ -143,7 +143,7 @@ class KernelOp:
 
         It takes the op's arguments, or by their names those that it looks at.
         """
-        self._fake = by_argument_names(fn, self._names(), f"llmk::{self.name}")
+        self._fake = _by_argument_names(fn, self._names(), f"llmk::{self.name}")
         return fn
 
     def register_autograd(
@@ -238,7 +238,7 @@ class KernelOp:
         that is None. All of them replicated is always allowed; for an op that knows no other way there is
         `replicate_only`.
         """
-        self.sharding = by_argument_names(strategy, self._names(), f"llmk::{self.name}")
+        self.sharding = _by_argument_names(strategy, self._names(), f"llmk::{self.name}")
         register_strategy(self.overload, self.sharding)
         return strategy
 
@@ -295,6 +295,24 @@ class KernelOp:
 
     def _refuse_double_backward(self, ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(f"llmk::{self.name}: double backward is not supported")
+
+
+def _by_argument_names(fn: Callable[..., Any], names: Sequence[str], op: str) -> Callable[..., Any]:
+    """Return a function that takes a value for each of `names` and passes `fn` those that it has as parameters.
+
+    A function of `*args` gets all of them.
+
+    Raises:
+        ValueError: A parameter has none of the names; the message lists those of `op`.
+    """
+    parameters = inspect.signature(fn).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return fn
+    unknown = [parameter.name for parameter in parameters if parameter.name not in names]
+    if unknown:
+        raise ValueError(f"{op} has no argument {', '.join(unknown)}, but {', '.join(names)}")
+    places = [names.index(parameter.name) for parameter in parameters]
+    return lambda *args: fn(*[args[i] for i in places])
 
 
 def _no_views(outputs: Any) -> Any:

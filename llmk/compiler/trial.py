@@ -20,9 +20,8 @@ from llmk.accuracy.neighbours import NEIGHBOURS, nudged, with_default_dtype
 from llmk.accuracy.rule import accuracy_violation
 from llmk.apart import apart_from_caller
 from llmk.compiler.patterns import OVERLOAD, name_of, value_of
-from llmk.compiler.shrink import candidates
 from llmk.compiler.size_tensors import computed
-from llmk.compiler.sizes import NotSmall, Sizes
+from llmk.compiler.sizes import NotSmall, Sizes, candidates
 from llmk.registry.private.operators import schema_of
 
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow", "add_", "sub_", "mul_", "div_"})

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 import llmk.accuracy
 from llmk.compiler.patterns import Match, RewritePattern, cast_of, is_view, value_of
-from llmk.compiler.shrink import symbol_hints
+from llmk.compiler.sizes import symbol_hints
 from llmk.compiler.trial import Comparison, Untried, difference
 from llmk.registry.private.compilers import cache_folder, hint_of
 
