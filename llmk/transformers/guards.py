@@ -228,12 +228,7 @@ class Called(NamedTuple):
 
     def check(self) -> Callable[[Any], bool]:
         """Return what tells whether an object is still what was tried, and nobody looks at it."""
-        what = self.what
-        if isinstance(what, nn.Module):
-            return lambda now: now is what and not is_hooked(now)
-        if not self.facts:
-            return lambda now: now is what
-        still = checked(self.facts, self._function)
+        what, still = self.what, checked(self.facts, self._function) if self.facts else lambda now: True
         if isinstance(what, type):
             return lambda now: type(now) is what and still(now)
         return lambda now: now is what and still(now)
@@ -243,7 +238,8 @@ class Called(NamedTuple):
         """The function in whose globals its facts are."""
         if self.what is functools.partial:
             return _facts_of_partial
-        return inspect.unwrap(self.what.forward if isinstance(self.what, type) else self.what)
+        what = type(self.what) if isinstance(self.what, nn.Module) else self.what
+        return inspect.unwrap(what.forward if isinstance(what, type) else what)
 
     def as_part(self, path: str) -> Facts:
         """The same as facts of the module around, for a module at a path."""
@@ -253,8 +249,6 @@ class Called(NamedTuple):
 
     def why(self, name: str, now: Any) -> str:
         """The reason for which an object of that name is not what was tried, in words."""
-        if isinstance(now, nn.Module) and now is self.what:
-            return f"a hook looks at {name}"
         if now is self.what or type(now) is self.what:
             return broken(self.facts, self._function, now).replace("self", name, 1)
         return f"{name} is {_words(type(now) if isinstance(now, nn.Module) else now)}, and was {_words(self.what)}"
@@ -275,10 +269,13 @@ def called_of(value: Any, args: Collection[Any] = ()) -> Called:
         return Called(functools.partial, _facts_of_partial("self", value))
     if isinstance(value, FunctionType):
         return Called(value, _globals_of(inspect.unwrap(value), strict=False))
-    if not isinstance(value, nn.Module) or not args:
+    if not isinstance(value, nn.Module):
         return Called(value)
+    unhooked = Fact("is_hooked(self)", False)
+    if not args:
+        return Called(value, (unhooked,))
     forward = type(value).forward
-    facts = dict.fromkeys([Fact("kind(self).forward", forward), Fact("is_hooked(self)", False)])
+    facts = dict.fromkeys([Fact("kind(self).forward", forward), unhooked])
     for training in (True, False):
         facts |= dict.fromkeys(reads_of(forward, apart(value, {}, training), args))
     return Called(type(value), tuple(facts))
