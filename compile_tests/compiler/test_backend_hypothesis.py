@@ -153,7 +153,7 @@ class Model:
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(pieces=st.lists(st.sampled_from(list(PIECES)), min_size=2, max_size=6), with_loss=st.booleans())
 def test_pieces_in_any_order(pieces: list[Callable[..., Tensor]], with_loss: bool) -> None:
-    """Each is found where it is one, and nothing else is; through AOTAutograd, with sums of products in place."""
+    """Each is found where it is one, and nothing else is; through AOTAutograd too."""
     model, report = Model(pieces, with_loss), Report()
     run = rewritten(model, report, then=THROUGH_AUTOGRAD)
     require_same(run, model, model.arguments)

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from llmk.accuracy.neighbours import NEIGHBOURS, Change, copy_with_layout, nudged, to_float64
 from llmk.accuracy.rule import accuracy_violation
-from llmk.compiler import Report, sums
+from llmk.compiler import Report
 from llmk.compiler.backend import Backend
 from llmk.compiler.rules import chosen
 
@@ -45,19 +45,17 @@ def rewritten(fn: Callable[..., Any], report: Report, **options: Any) -> Callabl
     return torch.compile(fn, backend=rewriting(report, **options))
 
 
-def _with_sums(gm: GraphModule, example_inputs: Any) -> Any:
-    sums.accumulate(gm.graph)
-    gm.recompile()
+def _as_it_is(gm: GraphModule, example_inputs: Any) -> Any:
     return make_boxed_func(gm.forward)
 
 
 THROUGH_AUTOGRAD = aot_autograd(
-    fw_compiler=_with_sums,
-    bw_compiler=_with_sums,
+    fw_compiler=_as_it_is,
+    bw_compiler=_as_it_is,
     partition_fn=min_cut_rematerialization_partition,
     keep_inference_input_mutations=True,
 )
-"""The steps after the rewriting but Inductor: AOTAutograd's graphs, sums of products in place, run as they are.
+"""The steps after the rewriting but Inductor: AOTAutograd's graphs, run as they are.
 
 Its partition and its writes to inputs are Inductor's and `aot_eager`'s.
 """

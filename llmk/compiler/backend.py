@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from llmk.compiler import sums
 from llmk.compiler.effects import MutationsElsewhere
 from llmk.compiler.replace import replace_all
 from llmk.compiler.report import EVERYTHING, Note, Report, module_of, noted, warn_once, with_report
@@ -47,11 +46,8 @@ class Backend:
         return noted(compiled, notes, self.report)
 
     def _through_inductor(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any] | Exception:
-        config = dict(self.config)
-        if sums.NAME in self.operators:
-            config = compilers.with_graph_pass(config, sums.accumulate, f"llmk {sums.NAME}")
         try:
-            return compilers.compile_fx(gm, example_inputs, config_patches=config)
+            return compilers.compile_fx(gm, example_inputs, config_patches=dict(self.config))
         except compilers.restart_exception():  # Dynamo begins again
             raise
         except Exception as error:

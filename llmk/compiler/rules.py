@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from llmk.compiler import attention, sums
+from llmk.compiler import attention
 from llmk.compiler.patterns import RewritePattern
 from llmk.registry import OPS
 
@@ -38,7 +38,7 @@ def all_rules() -> list[RewriteRule]:
 
 
 def rule_names() -> list[str]:
-    return sorted({rule.name for rule in all_rules()} | {sums.NAME})
+    return sorted({rule.name for rule in all_rules()})
 
 
 def chosen(only: Collection[str] | None, without: Collection[str] | None) -> frozenset[str]:

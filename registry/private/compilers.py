@@ -215,40 +215,6 @@ def config_of(mode: str | None, options: dict[str, Any] | None, dynamic: bool | 
     return {**named, **(options or {})}
 
 
-def with_graph_pass(config: dict[str, Any], run: Callable[[Any], None], key: str) -> dict[str, Any]:
-    """Inductor's settings, with which it lets `run` change each graph after its own patterns, besides who does so now.
-
-    Args:
-        config: The settings without.
-        run: Takes a `torch.fx.Graph`. It is left out where the user wants products tuned or the graph put in another
-            order, and in a release that has no such passes, or one where the user has one of their own.
-        key: Tells its results apart in Inductor's caches, with llmk's own part of their keys.
-    """
-    passes, settings = find("torch._inductor.custom_graph_pass"), find("torch._inductor.config")
-    wanted = {name: config.get(name, getattr(settings, name, None)) for name in (GRAPH_PASS, *REORDERING)}
-    theirs, base = wanted.pop(GRAPH_PASS), getattr(passes, "CustomGraphPass", None)
-    takes_several = hasattr(passes, "get_custom_graph_passes")
-    if base is None or any(wanted.values()) or (theirs and not takes_several):
-        return config
-
-    class Pass(base):
-        def __call__(self, graph: Any) -> None:
-            run(graph)
-
-        def uuid(self) -> str:
-            return key
-
-    return {**config, GRAPH_PASS: [*passes.get_custom_graph_passes(theirs), Pass()] if theirs else Pass()}
-
-
-GRAPH_PASS = "post_grad_custom_post_pass"
-REORDERING = (
-    "max_autotune",
-    "max_autotune_gemm",
-    "aten_distributed_optimizations.enable_overlap_scheduling",
-)
-
-
 def inductor_allocators() -> list[tuple[Any, str]]:
     """Return the modules and names from which Inductor's code takes its allocators when it is loaded."""
     names = ("_empty_strided_cpu", "_empty_strided_cuda")
