@@ -13,7 +13,7 @@ This file imports private names alone, so that the files of operators can import
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -393,28 +393,25 @@ def reshape_of(node: Any) -> Node | None:
 
 
 @dataclass(frozen=True)
-class With(Pattern):
+class Then(Pattern):
+    """The pattern, and for each of its matches at a node those that `then(node, match)` makes of it."""
+
+    pattern: Any
+    then: Callable[[Any, Match], Iterable[Match]]
+
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        for inner in find(self.pattern, value, match):
+            yield from self.then(value, inner)
+
+
+def With(name: str, constant: Any, pattern: Any) -> Pattern:
     """The pattern, and a constant under a name, which tells the alternatives of a pattern apart."""
-
-    name: str
-    constant: Any
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for inner in find(self.pattern, value, match):
-            yield from inner.bind(self.name, self.constant)
+    return Then(pattern, lambda _, match: match.bind(name, constant))
 
 
-@dataclass(frozen=True)
-class Named(Pattern):
+def Named(name: str, pattern: Any) -> Pattern:
     """The pattern, and the node that it matches under a name."""
-
-    name: str
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for inner in find(self.pattern, value, match):
-            yield from inner.bind(self.name, value)
+    return Then(pattern, lambda node, match: match.bind(name, node))
 
 
 class NoMatch(Exception):

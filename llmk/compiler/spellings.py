@@ -22,6 +22,7 @@ from llmk.compiler.patterns import (
     KeywordArg,
     Match,
     Pattern,
+    Then,
     View,
     With,
     all_arguments,
@@ -42,30 +43,14 @@ IN_FLOAT32 = Either(None, torch.float32)
 """The dtype of a sum: the tensor's own, or the one that operators compute in."""
 
 
-@dataclass(frozen=True)
-class Where(Pattern):
+def Where(test: Callable[[Node], bool], pattern: Any) -> Pattern:
     """The pattern at a node for which `test` is true."""
-
-    test: Callable[[Node], bool]
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for inner in find(self.pattern, value, match):
-            if self.test(value):
-                yield inner
+    return Then(pattern, lambda node, match: [match] if test(node) else [])
 
 
-@dataclass(frozen=True)
-class Of(Pattern):
+def Of(name: str, source: Any, pattern: Any) -> Pattern:
     """The pattern, and another one for what it has captured under a name, perhaps at several places."""
-
-    name: str
-    source: Any
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for inner in find(self.pattern, value, match):
-            yield from find(self.source, inner.values[self.name], inner)
+    return Then(pattern, lambda _, match: find(source, match.values[name], match))
 
 
 def over_last_axis(node: Node) -> bool:
