@@ -15,58 +15,31 @@ from torch import Tensor
 
 from llmk.registry.private.kernels import INTERPRET
 from llmk.registry.private.tensors import current_device
-
-
-class _Switch:
-    kernels_on_cpu = INTERPRET
-
-
-_switch = _Switch()
+from llmk.registry.settings import changed, settings
 
 
 def kernels_on_cpu() -> bool:
-    return _switch.kernels_on_cpu
+    return settings.kernels_on_cpu
 
 
-@contextlib.contextmanager
-def use_kernels_on_cpu(used: bool = True) -> Iterator[None]:
+def use_kernels_on_cpu(used: bool = True) -> AbstractContextManager[None]:
     """Take the kernel path on CPU tensors too, to trace it through a stub driver where there is no GPU.
 
     If not `used`, take plain PyTorch, in Triton's interpreter too.
     """
-    previous, _switch.kernels_on_cpu = _switch.kernels_on_cpu, used
-    try:
-        yield
-    finally:
-        _switch.kernels_on_cpu = previous
+    return changed(kernels_on_cpu=used)
 
 
 def runs_kernels(name: str, tensor: Tensor) -> bool:
     """Return True if kernels compute what is asked for the device of this tensor, else plain PyTorch."""
     if not tensor.is_cuda and not tensor.is_cpu:
         raise NotImplementedError(f"llmk::{name} runs on cpu and cuda devices, got {tensor.device}")
-    return tensor.is_cuda or _switch.kernels_on_cpu
+    return tensor.is_cuda or settings.kernels_on_cpu
 
 
-class _Chosen:
-    """The GPU that launches are chosen for: the one at hand, unless `launches_for` says another."""
-
-    warp_size = 32 if torch.version.hip is None else 64
-    shared_memory: int | None = None
-
-
-_chosen = _Chosen()
-
-
-@contextlib.contextmanager
-def launches_for(warp_size: int, shared_memory: int) -> Iterator[None]:
+def launches_for(warp_size: int, shared_memory: int) -> AbstractContextManager[None]:
     """Choose launches as on a GPU with so many threads in a warp, and so many bytes of shared memory for a block."""
-    previous = _chosen.warp_size, _chosen.shared_memory
-    _chosen.warp_size, _chosen.shared_memory = warp_size, shared_memory
-    try:
-        yield
-    finally:
-        _chosen.warp_size, _chosen.shared_memory = previous
+    return changed(warp_size=warp_size, shared_memory=shared_memory)
 
 
 AUTOCAST_DEVICES = frozenset(
@@ -128,7 +101,7 @@ def has_device_offsets(device: torch.device) -> bool:
 
 def max_warps() -> int:
     """The largest number of warps in one thread block, which has room for 1024 threads."""
-    return 1024 // _chosen.warp_size
+    return 1024 // settings.warp_size
 
 
 SHARED_MEMORY = 227 * 1024
@@ -146,7 +119,7 @@ def _shared_memory(device: torch.device) -> int:
 
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a thread block may have: 227 KiB of an H100, 99 of an RTX 4090."""
-    return _shared_memory(device) if _chosen.shared_memory is None else _chosen.shared_memory
+    return _shared_memory(device) if settings.shared_memory is None else settings.shared_memory
 
 
 def num_programs(device: torch.device, per_multiprocessor: int) -> int:

@@ -11,18 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from llmk.registry.devices import kernels_on_cpu
 from llmk.registry.private.modes import traced_by_compiler
-
-
-class _Forced:
-    forms: Mapping[str, str] = {}
-
-
-_forced = _Forced()
-
-
-def forced_form(name: str) -> str | None:
-    """Return the form that `ops_in_graph_as` forces on a kernel op, or None."""
-    return _forced.forms.get(name)
+from llmk.registry.settings import changed
 
 
 @contextlib.contextmanager
@@ -35,12 +24,8 @@ def ops_in_graph_as(forms: Mapping[str, str]) -> Iterator[None]:
             raise ValueError(f"forms[{name!r}]: expected 'kernel' or 'aten', got {form!r}")
     # AOTAutograd's cache sees the public op only, which is the same in both forms.
     tag = torch.compiler.config.cache_key_tag + "".join(f"|{name}={forms[name]}" for name in sorted(forms))
-    previous, _forced.forms = _forced.forms, forms
-    try:
-        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
-            yield
-    finally:
-        _forced.forms = previous
+    with changed(forms=forms), torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+        yield
 
 
 @contextlib.contextmanager

@@ -14,11 +14,11 @@ from llmk.registry.derivative import Derivative, Keeps
 from llmk.registry.devices import INTERPRET, kernel_context, launches_directly, runs_kernels
 from llmk.registry.eager.bypass import PLAIN_TENSORS, are_plain, is_eager
 from llmk.registry.eager.launch_cache import LaunchCache, captures, pending
-from llmk.registry.graphs import forced_form
 from llmk.registry.launch import HAS_LAUNCHER, recording, wrap_triton
 from llmk.registry.private.modes import traced_by_compiler
 from llmk.registry.private.operators import bare_apply, define_kernel_op, schema_of
 from llmk.registry.private.tensors import is_view
+from llmk.registry.settings import settings
 from llmk.registry.sharding import ShardingStrategy, register_strategy
 
 __all__ = ["KernelOp", "like_first", "wrap_triton"]
@@ -281,9 +281,8 @@ class KernelOp:
         """Return True if a compiler traces that is to see plain PyTorch."""
         if not traced_by_compiler():
             return False
-        forced = forced_form(self.name)
-        if forced is not None:
-            return forced == "aten"
+        if self.name in settings.forms:
+            return settings.forms[self.name] == "aten"
         return self.decomposed if isinstance(self.decomposed, bool) else self.decomposed(*args)
 
     def _wrap_fake(self) -> Callable[..., Any]:

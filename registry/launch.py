@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from llmk.registry.devices import SHARED_MEMORY, kernels_on_cpu, launches_for, use_kernels_on_cpu
-from llmk.registry.eager.bypass import fast_path
 from llmk.registry.eager.launch_cache import captures
 from llmk.registry.eager.launcher import StandIn, contiguous_layout, launcher_for, with_options
 from llmk.registry.private.kernels import INTERPRET, KNOWS_LAUNCH, TensorDescriptor
 from llmk.registry.private.modes import dispatch_modes
 from llmk.registry.private.tensors import empty_on_gpu
+from llmk.registry.settings import changed, settings
 
 HAS_LAUNCHER = KNOWS_LAUNCH and not INTERPRET and torch.version.hip is None  # AMD's specializes on more than it knows
 
@@ -29,26 +29,19 @@ class Launch:
     kwargs: dict[str, Any] = field(hash=False)
 
 
-class _Recorder:
-    launches: "list[Launch] | None" = None
-
-
-_recorder = _Recorder()
-
-
 def wrap_triton(kernel: Any) -> Any:
     """Return `torch.library.wrap_triton(kernel)` if something traces, and in plain eager mode the fastest launcher.
 
     It also knows the recorder, and the interpreter, which torch 2.11 refuses.
     """
-    launches = _recorder.launches
+    launches = settings.launches
     if launches is not None:
         return StandIn(lambda grid, *args, **kwargs: launches.append(Launch(kernel, grid, args, kwargs)))
     if not INTERPRET and dispatch_modes():
         return with_options(torch.library.wrap_triton(kernel))
     if captures.current is not None:
         return captures.current.launcher(launcher_for(kernel))
-    if kernels_on_cpu() or not HAS_LAUNCHER or not fast_path.enabled:
+    if kernels_on_cpu() or not HAS_LAUNCHER or not settings.fast_path:
         return with_options(kernel)
     return launcher_for(kernel)
 
@@ -60,7 +53,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """
     if dispatch_modes() and not shape:  # Inductor fills a buffer that has no dimension, which would cost a launch
         buffer = torch.empty((1,), dtype=dtype, device=device).view(())
-    elif not _is_gpu(device) or dispatch_modes() or not fast_path.enabled:
+    elif not _is_gpu(device) or dispatch_modes() or not settings.fast_path:
         buffer = torch.empty(shape, dtype=dtype, device=device)
     else:
         buffer = empty_on_gpu(*contiguous_layout(tuple(shape)), dtype)
@@ -96,13 +89,9 @@ def record_launches(warp_size: int = 32, shared_memory: int = SHARED_MEMORY) -> 
     They are those of a GPU with so many threads in a warp, and so many bytes of shared memory for a block.
     """
     launches: list[Launch] = []
-    _recorder.launches = launches
-    try:
-        with use_kernels_on_cpu(), launches_for(warp_size, shared_memory):
-            yield launches
-    finally:
-        _recorder.launches = None
+    with changed(launches=launches), use_kernels_on_cpu(), launches_for(warp_size, shared_memory):
+        yield launches
 
 
 def recording() -> bool:
-    return _recorder.launches is not None
+    return settings.launches is not None

@@ -14,16 +14,10 @@ from llmk.registry.private.modes import (
     jit_tracing,
     profiling,
 )
+from llmk.registry.settings import settings
 
 PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 PLAIN_NUMBERS = frozenset({int, float, bool, str, type(None), torch.dtype})
-
-
-class _FastPath:
-    enabled = True
-
-
-fast_path = _FastPath()
 
 
 def inside_functorch() -> bool:
@@ -41,13 +35,13 @@ class set_short_path_enabled:
     def __init__(self, mode: bool) -> None:
         if not isinstance(mode, bool):
             raise TypeError(f"mode: expected a bool, got {mode!r}")
-        self.previous, fast_path.enabled = fast_path.enabled, mode
+        self.previous, settings.fast_path = settings.fast_path, mode
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *exception: object) -> None:
-        fast_path.enabled = self.previous
+        settings.fast_path = self.previous
 
 
 def takes_fast_path(args: Collection[Any]) -> bool:
@@ -57,7 +51,7 @@ def takes_fast_path(args: Collection[Any]) -> bool:
 
 def is_eager() -> bool:
     """Return True if kernel ops need not pass the dispatcher: nothing traces or transforms."""
-    return fast_path.enabled and not dispatch_modes() and functorch_level() is None and not jit_tracing()
+    return settings.fast_path and not dispatch_modes() and functorch_level() is None and not jit_tracing()
 
 
 def are_plain(args: Collection[Any]) -> bool:
@@ -76,7 +70,7 @@ def is_plain_eager() -> bool:
     """Return True if a call from Python need not pass the dispatcher: nothing traces, transforms or looks on."""
     return not (
         torch.compiler.is_compiling()
-        or not fast_path.enabled
+        or not settings.fast_path
         or dispatch_modes()
         or function_modes()
         or functorch_level() is not None
