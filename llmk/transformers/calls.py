@@ -9,7 +9,7 @@ import ast
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,7 +69,7 @@ class Calls(Edit):
     def what(self) -> str:
         return ", ".join(sorted({form.operator for _, _, form in self.functions}))
 
-    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, definition: ast.FunctionDef) -> dict[str, Any]:
         new = {name: f"llmk_{form.operator}_{i}" for i, (name, _, form) in enumerate(self.functions)}
         forms = {name: form for name, _, form in self.functions}
         for name, call in _calls(definition):

@@ -7,7 +7,7 @@ doing what it does. What `act` computes is tried, not told from its name.
 import ast
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ class Gate(Edit):
     def what(self) -> str:
         return ", ".join(sorted({act.form.replace("_", ", ") for act in self.activations}))
 
-    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, definition: ast.FunctionDef) -> dict[str, Any]:
         names = {act.name: f"llmk_{act.form}" + f"_{i}" * (i > 0) for i, act in enumerate(self.activations)}
         _Products(definition, names.get).visit(definition)
         return {names[act.name]: gated_unit(act) for act in self.activations}

@@ -28,7 +28,7 @@ from llmk.registry import autocast_dtype, foreign_kind
 from llmk.registry.eager.bypass import is_eager
 from llmk.registry.private.modules import buffers_of, children_of, has_hooks, hooks_of, parameters_of
 from llmk.registry.private.tensors import version_of
-from llmk.transformers.probe import OWN_OF_MODULES, Differs, apart, first_line
+from llmk.transformers.probe import OWN_OF_MODULES, Differs, apart, tried
 from llmk.transformers.subclass import quiet_subclass
 
 FELL_BACK = "_llmk_fell_back"
@@ -300,10 +300,7 @@ def reads_of(function: Callable[..., Any], twin: nn.Module, args: Iterable[Any])
     log: dict[str, Any] = {}
     before, buffers = _snapshot(twin), {n: version_of(b) for n, b in buffers_of(twin).items() if b is not None}
     object.__setattr__(twin, "__class__", _recording(type(twin), "self", log))
-    try:
-        function(twin, *args)
-    except Exception as error:  # whatever the code raises: it takes other arguments, or needs what is not there
-        raise Differs(f"could not be run: {first_line(error)}") from error
+    tried(function, twin, *args)
     kept = [*_changed(before, _snapshot(twin))]
     kept += [name for name, b in buffers_of(twin).items() if b is not None and buffers.get(name) != version_of(b)]
     if kept:

@@ -4,7 +4,6 @@ The modules on the way get a `forward` that, asked for it, returns what goes int
 """
 
 import ast
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,7 @@ class Inner(Edit):
     def what(self) -> str:
         return "gives what goes into the projection"
 
-    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, definition: ast.FunctionDef) -> dict[str, Any]:
         definition.args.kwonlyargs.append(ast.arg(ASKED))
         definition.args.kw_defaults.append(ast.Constant(False))
         replace(definition, self._called)

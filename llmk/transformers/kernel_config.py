@@ -16,13 +16,13 @@ from llmk.transformers.probe import (
     Differs,
     agree,
     apart,
-    first_line,
     gradients,
     identity,
     randoms,
     rows_of_all_scales,
     run,
     same,
+    tried,
     without_parameters,
 )
 from llmk.transformers.slots import FUNCTIONS, LAYERS
@@ -133,7 +133,7 @@ def _try(slot: str, module: nn.Module) -> None:
     for training in (True, False):
         twin = _twin(module, training)
         given = [*wanted, *parameters_of(twin).values()]
-        want, got = _outputs(_run_of(slot), own, twin, inputs), _outputs(_call, layer, twin, inputs)
+        want, got = _outputs(_run_of(slot), own, twin, inputs), _outputs(tried, layer, twin, inputs)
         if len(want) != len(got) or not all(map(agree, got, want)):
             raise Differs(f"{type(module).__name__} does not compute what llmk's layer does")
         if not all(map(same, gradients(_flat(got), given), gradients(_flat(want), given))):
@@ -149,16 +149,9 @@ def _flat(outputs: list[Tensor]) -> Tensor:
     return torch.cat([output.flatten() for output in outputs])
 
 
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return function(*args)
-    except Exception as error:  # a module that has not what the layer reads, or other arguments
-        raise Differs(f"could not be run: {first_line(error)}") from error
-
-
 def _run_of(slot: str) -> Callable[..., Any]:
     """A loss looks at its labels and a router chooses, which is no arithmetic."""
-    return _call if slot in ("ForCausalLMLoss", "SoftmaxTopKRouter") else run
+    return tried if slot in ("ForCausalLMLoss", "SoftmaxTopKRouter") else run
 
 
 def _twin(module: nn.Module, training: bool) -> nn.Module:

@@ -9,7 +9,7 @@ whatever gathers sharded parameters for a module's forward (FSDP, ZeRO-3) does s
 import ast
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,7 +80,7 @@ class LossSite(Edit):
     def what(self) -> str:
         return f"fused_linear_ce{self.capping}{'' if self.skip_ignored else ', skip_ignored=False'}"
 
-    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, definition: ast.FunctionDef) -> dict[str, Any]:
         replace(definition, self._replaced)
         definition.body.insert(0, ast.Assign([ast.Name("llmk_state", ast.Store())], load("llmk_nothing")))
         return {

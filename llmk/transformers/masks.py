@@ -1,7 +1,7 @@
 """Causal masks that need not be built, because attention's own `is_causal` says the same."""
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class CausalMask(Edit):
     def what(self) -> str:
         return "omitted where is_causal suffices"
 
-    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, definition: ast.FunctionDef) -> dict[str, Any]:
         replace(definition, self._asked)
         # What the caller gave, before the body fills in positions and a cache of its own.
         given: list[ast.expr] = [load(name) for name in GIVEN if name in argument_names(definition)]

@@ -25,11 +25,11 @@ from llmk.transformers.probe import (
     Differs,
     agree,
     apart,
-    first_line,
     gradients,
     randoms,
     rows_of_all_scales,
     same,
+    tried,
     without_parameters,
 )
 
@@ -114,11 +114,12 @@ def _outcome(forward: Callable[..., Any], module: Any, training: bool) -> tuple[
     """The output for tokens of all scales, and the gradients of all there is; both times of the same numbers."""
     twin, (x, indices, weights) = _twin(module, training), _arguments(module)
     x, weights = x.requires_grad_(), weights.requires_grad_()
-    try:
+
+    def outcome() -> tuple[Tensor, list[Tensor | None]]:
         output = forward(twin, x, indices, weights)
         return output, gradients(output, [x, weights, *(p for p in parameters_of(twin).values() if p is not None)])
-    except Exception as error:  # whatever its code raises
-        raise Differs(f"could not be run: {first_line(error)}") from error
+
+    return tried(outcome)
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:

@@ -36,7 +36,7 @@ class PackedRows(Edit):
     def what(self) -> str:
         return self.why_not or "sequences apart by position_ids"
 
-    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, definition: ast.FunctionDef) -> dict[str, Any]:
         names = argument_names(definition)
         keywords = load(definition.args.kwarg.arg) if definition.args.kwarg else ast.Dict([], [])
         rows = [load(name) for name in ROWS if name in names]

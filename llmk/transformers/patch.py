@@ -249,7 +249,7 @@ class Plan:
     def _residual(self, module: nn.Module, source: Source) -> Residual | None:
         adding = [n for n, child in module.named_children() if any(c.adds for c in self.changes.get(child, ()))]
         edit = Residual(frozenset(adding))
-        return edit if adding and edit.apply(copy.deepcopy(source.definition), source.scope) else None
+        return edit if adding and edit.apply(copy.deepcopy(source.definition)) else None
 
     def _projections(self, module: nn.Module, source: Source) -> Projections | None:
         normed = any(change.adds for changes in self.changes.values() for change in changes)

@@ -73,6 +73,18 @@ class _Seen(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def tried(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what `function` returns.
+
+    Raises:
+        Differs: It could not be run: it takes other arguments, or needs what is not there.
+    """
+    try:
+        return function(*args)
+    except Exception as error:  # whatever the code raises
+        raise Differs(f"could not be run: {first_line(error)}") from error
+
+
 def run(function: Callable[..., Any], *args: Any, also: frozenset[str] = frozenset()) -> Any:
     """Return what `function` returns.
 
@@ -83,10 +95,7 @@ def run(function: Callable[..., Any], *args: Any, also: frozenset[str] = frozens
         Differs: It could not be run, or it computed something else on the way.
     """
     with _Seen() as seen:
-        try:
-            result = function(*args)
-        except Exception as error:  # whatever the code raises: it cannot be run this way
-            raise Differs(f"could not be run: {first_line(error)}") from error
+        result = tried(function, *args)
     if others := sorted(seen.names - ARITHMETIC - also):
         raise Differs(f"uses {', '.join(others)}")
     return result

@@ -6,7 +6,6 @@ compiler decides itself what it keeps, as does a policy of selective checkpointi
 """
 
 import ast
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,7 +66,7 @@ class Projections(Edit):
     def what(self) -> str:
         return "rms_norm_linear"
 
-    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, definition: ast.FunctionDef) -> dict[str, Any]:
         for group in find_groups(definition):
             if group.names in self.groups:
                 group.replace()

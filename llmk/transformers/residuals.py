@@ -1,7 +1,6 @@
 """A residual sum and the norm after it, in one."""
 
 import ast
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ class Residual(Edit):
     def what(self) -> str:
         return "add_rms_norm"
 
-    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, definition: ast.FunctionDef) -> dict[str, Any]:
         found = False
         for statements in blocks(definition):
             for i in range(len(statements)):

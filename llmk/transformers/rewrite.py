@@ -41,8 +41,8 @@ class Edit:
         """The edit in words, for the report."""
         raise NotImplementedError
 
-    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
-        """Change the definition, whose names are those of `scope`, in place.
+    def apply(self, definition: ast.FunctionDef) -> dict[str, Any]:
+        """Change the definition in place.
 
         Returns:
             The functions that the changed code calls, by the names it calls them; empty where it changed nothing.
@@ -98,11 +98,11 @@ def rewritten(function: Any, edits: tuple[Edit, ...]) -> FunctionType:
     Raises:
         CannotRewrite: The source is not there, or a decorator hides the function it wraps.
     """
-    inner, definition, scope = source_of(function)
+    inner, definition, _ = source_of(function)
     definition = copy.deepcopy(definition)
     names: dict[str, Any] = {}
     for edit in edits:
-        names |= edit.apply(definition, scope)
+        names |= edit.apply(definition)
     return _rewrap(function, inner, _compiled(inner, definition, names))
 
 

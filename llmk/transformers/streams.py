@@ -6,7 +6,7 @@ The expressions say all: they are methods of tensors, whose shapes and dtypes ar
 import ast
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class Streams(Edit):
     def what(self) -> str:
         return ", ".join(self.operators)
 
-    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, definition: ast.FunctionDef) -> dict[str, Any]:
         expressions = _Expressions()
         expressions.visit(definition)
         return {f"llmk_{name}": CALLED[name] for name in expressions.found}

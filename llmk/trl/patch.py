@@ -35,7 +35,7 @@ class Seam(Edit):
     def what(self) -> str:
         return self.name
 
-    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, definition: ast.FunctionDef) -> dict[str, Any]:
         _Names(self.name).visit(definition)
         definition.args.kwonlyargs.append(ast.arg(ARGUMENT))
         definition.args.kw_defaults.append(ast.Constant(None))
