@@ -188,15 +188,9 @@ def _compiled(function: FunctionType, definition: ast.FunctionDef, names: dict[s
     """The definition as a function. The new names are the arguments of a function around it, the old ones its own."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     added = _new_defaults(function, definition)
-    factory = ast.FunctionDef(
-        "factory",
-        ast.arguments([], [ast.arg(name) for name in [*cells, *names]], None, [], [], None, []),
-        [_bare(definition), ast.Return(load(definition.name))],
-        [],
-    )
-    if hasattr(factory, "type_params"):  # Python 3.12
-        factory.type_params = []  # type: ignore[attr-defined]
-    module = ast.fix_missing_locations(ast.Module([factory], []))
+    module: Any = ast.parse(f"def factory({', '.join([*cells, *names])}): pass")
+    module.body[0].body = [_bare(definition), ast.Return(load(definition.name))]
+    ast.fix_missing_locations(module)
     scope: dict[str, Any] = {}
     exec(compile(module, function.__code__.co_filename, "exec"), function.__globals__, scope)
     code = scope["factory"](**dict.fromkeys(cells), **names).__code__
