@@ -25,8 +25,9 @@ HIDDEN, PROJECTION, BIAS = numbers(B, S, 6), numbers(V, 6), numbers(V)
 LOGPS, EACH, TOKENS = numbers(B, S) - 3, numbers(B), {"input": X, "linear_weight": W, "target": T, "linear_bias": BIAS}
 IDS, TOP = T.clamp(min=0).unsqueeze(-1).repeat(1, 1, 2) % 9 + torch.tensor([0, 1]), numbers(B, S, 2) - 2
 REFERENCE = {"ref_input": HIDDEN, "ref_linear_weight": PROJECTION, "ref_linear_bias": BIAS}
+ITEMS = {"num_items_in_batch": torch.tensor(7)}
 LABEL = torch.tensor([True, False, True, True])
-POLICY = {"advantages": EACH, "max_log_ratio": 3.0, "support": T.unsqueeze(-1), "num_items_in_batch": torch.tensor(7)}
+POLICY = {"advantages": EACH, "max_log_ratio": 3.0, "support": T.unsqueeze(-1), **ITEMS}
 OLD = {"old_per_token_logps": LOGPS, "clip_ratio_c": 3.0, "max_completion_length": 7, "num_sequences_in_batch": 4.0}
 SAMPLER = {"sampling_per_token_logps": LOGPS, "off_policy_mask_threshold": 1.0, "importance_sampling_ratio": LOGPS}
 VALUES = {"values": LOGPS, "old_values": LOGPS, "returns": LOGPS}
@@ -43,18 +44,18 @@ TEACHERS = {
     "teacher_logprobs": [TOP],
 }
 CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-    (losses.sft, {**TOKENS, "token_weights": LOGPS}),
-    (losses.dft, TOKENS),
+    (losses.sft, {**TOKENS, **ITEMS, "token_weights": LOGPS}),
+    (losses.dft, {**TOKENS, **ITEMS}),
     (losses.multi_token, {"inputs": [X, X], "linear_weight": W, "targets": [T, T], "head_weights": [1.0, 0.5]}),
-    (losses.dpo, {**TOKENS, "ref_logps": EACH}),
+    (losses.dpo, {**TOKENS, **ITEMS, "ref_logps": EACH}),
     (losses.dpo, {**TOKENS, **REFERENCE, "loss_type": ["sigmoid"], "loss_weights": [1.0], "ld_alpha": 0.5}),
-    (losses.cpo, TOKENS),
-    (losses.simpo, TOKENS),
-    (losses.orpo, TOKENS),
-    (losses.kto, {**TOKENS, "label": LABEL, "ref_logps": EACH, "kl": torch.tensor(0.1)}),
+    (losses.cpo, {**TOKENS, **ITEMS}),
+    (losses.simpo, {**TOKENS, **ITEMS}),
+    (losses.orpo, {**TOKENS, **ITEMS, "num_chosen_tokens_in_batch": torch.tensor(7)}),
+    (losses.kto, {**TOKENS, **ITEMS, "label": LABEL, "ref_logps": EACH, "kl": torch.tensor(0.1)}),
     (losses.kto, {**TOKENS, "label": LABEL, **REFERENCE, "kl": 0.1}),
     (losses.grpo, {**TOKENS, **POLICY, **OLD, **SAMPLER, "ref_per_token_logps": LOGPS, "beta": 0.1, "delta": 3.0}),
-    (losses.reinforce, {**TOKENS, "advantages": EACH}),
+    (losses.reinforce, {**TOKENS, **ITEMS, "advantages": EACH}),
     (losses.rloo, {**TOKENS, **POLICY, "old_logps": EACH, "epsilon_high": 0.3}),
     (losses.ppo, {**TOKENS, **POLICY, **OLD, **VALUES}),
     (losses.sampling_ratio, {"logps": LOGPS, "sampler_logps": LOGPS, "mask": T != -100, "low": 0.1}),
@@ -77,6 +78,8 @@ def wrong_values(value: Any) -> Iterator[Any]:
     """Values of another kind than this one, which has one value that is right."""
     if isinstance(value, Tensor):
         yield from ("x", 3j, [1.0], value.to(torch.complex64), value.expand(2, 2, *value.shape))
+        if value.dim():  # a number may be either
+            yield value.long() if value.is_floating_point() else value.float()
     elif isinstance(value, list):
         yield from ("x", 3j, [object()] * len(value))
         yield from ([math.nan] * len(value), [*value, value[0]])
@@ -113,11 +116,6 @@ def test_a_reference_of_other_sizes(name: str) -> None:
         losses.dpo(**options | {name: options[name][..., :-1]})
     with pytest.raises(ValueError, match="ref_linear_weight: expected the classes of linear_weight, 11, got 10"):
         losses.dpo(**options | {"ref_linear_weight": PROJECTION[:-1], "ref_linear_bias": None})
-
-
-def test_a_target_of_numbers_is_none() -> None:
-    with pytest.raises(TypeError, match="target: expected a tensor of integers, got dtype float32"):
-        losses.distill_topk(X, W, T.float(), IDS, TOP)
 
 
 @pytest.mark.parametrize("count", [-1.0, math.nan, math.inf, torch.tensor(True), torch.tensor(1j)])
