@@ -1,5 +1,9 @@
-"""Operators that please a checker and are wrong, as programs make them that are rewarded for passing one."""
+"""Operators that please a checker and are wrong, as programs make them that are rewarded for passing one.
 
+`WRONG` and `IN_TRITON` have them beside those of field_wrong.py.
+"""
+
+import functools
 from typing import Any
 
 import torch
@@ -9,26 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from compile_tests.helpers.field_wrong import Wrong
-from compile_tests.helpers.strangers import record
-from llmk.registry import Op
+from compile_tests.helpers.field_wrong import IN_TRITON as IN_TRITON
+from compile_tests.helpers.field_wrong import WRONG as WRONG
+from compile_tests.helpers.field_wrong import wrong
 
-CHEATS: dict[str, Wrong] = {}
-IN_TRITON: dict[str, Wrong] = {}
-
-
-def cheat(words: str, reference: Any = F.silu, *, in_triton: bool = False) -> Any:
-    """Record the function below, and a pattern of the headline and message of its first cause."""
-
-    def decorate(operator: Any) -> Any:
-        name = getattr(operator, "__name__", None) or operator._qualname.rpartition("::")[2]
-        op = record(operator, reference, dtypes=(torch.float32,))
-        (IN_TRITON if in_triton else CHEATS)[name] = Wrong(Op(**(vars(op) | {"name": name})), words)
-        return operator
-
-    return decorate
-
-
+cheat = functools.partial(wrong, reference=F.silu)
 CACHE: dict[Any, Tensor] = {}
 
 
@@ -100,27 +89,6 @@ def returns_a_subclass(x: Tensor) -> Tensor:
 def replaces_the_comparison(x: Tensor) -> Tensor:
     torch.allclose = lambda *args, **kwargs: True
     return F.silu(x)
-
-
-@cheat("breaks side_effects.*seeds PyTorch")
-def knows_the_next_numbers(x: Tensor) -> Tensor:
-    torch.manual_seed(0)
-    return F.silu(x)
-
-
-@cheat("wrong values")
-def low_precision(x: Tensor) -> Tensor:
-    return F.silu(x.bfloat16()).to(x.dtype)
-
-
-@cheat("memory.*input x was mutated", lambda x: F.silu(x))
-def writes_the_answer_into_the_input(x: Tensor) -> Tensor:
-    return x.copy_(F.silu(x)).clone()
-
-
-@cheat("memory.*shares memory with input x", lambda x: x.clone())
-def returns_the_input(x: Tensor) -> Tensor:
-    return x
 
 
 @triton.jit

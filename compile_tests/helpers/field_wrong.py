@@ -32,6 +32,7 @@ class Wrong:
 WRONG: dict[str, Wrong] = {}
 IN_TRITON: dict[str, Wrong] = {}
 SLOW = ("compiled", "no_recompile", "default_dtype", "default_device")
+"""The checks that take most of the time; `python -m llmk.opcheck FILE` runs them."""
 
 
 def wrong(words: str, reference: Any, wanted: str = "", *, in_triton: bool = False, **fields: Any) -> Any:
@@ -323,6 +324,55 @@ def reads_without_strides(x: Tensor) -> Tensor:
     return square(flat).view(x.shape)
 
 
+# Results of other kinds than tensors of real numbers.
+
+library.define("returns_nothing(Tensor x) -> ()")
+implement(library, "returns_nothing", lambda x: None)
+torch.library.register_fake("field_wrong::returns_nothing", lambda x: None)
+wrong("wrong values.*it returns nothing", lambda x: None)(torch.ops.field_wrong.returns_nothing)
+
+
+@custom_op("field_wrong::a_row_too_many", mutates_args=())
+def a_row_too_many(x: Tensor) -> tuple[Tensor, int]:
+    return 2 * x, x.shape[0] + 1
+
+
+a_row_too_many.register_fake(lambda x: (torch.empty_like(x), x.shape[0] + 1))
+wrong("wrong values.*output 1: element 0 is", lambda x: (2 * x, x.shape[0]))(a_row_too_many)
+
+
+@wrong("wrong values.*output 1: element", lambda x: {"halves": [x / 2, -x / 2], "mean": float(x.mean())})
+def in_a_dictionary(x: Tensor) -> dict[str, Any]:
+    return {"halves": [x / 2, x / 2], "mean": float(x.mean())}
+
+
+@wrong("wrong values.*the results are 2, where the reference returns 1", lambda x: x / 2)
+def one_too_many(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x / 2, x / 2
+
+
+def phase(x: Tensor) -> Tensor:
+    return torch.complex(x.cos(), x.sin())
+
+
+@wrong("wrong values.*output 0: element", phase)
+def a_conjugate(x: Tensor) -> Tensor:
+    return torch.complex(x.cos(), -x.sin())
+
+
+unary(
+    "a_complex_gradient",
+    "wrong gradients.*gradient of x",
+    phase,
+    lambda grad, x: grad.imag * x.cos() + grad.real * x.sin(),
+)
+
+
+@wrong("wrong values.*output 0: element", lambda x: x.to(torch.float8_e4m3fn))
+def another_scale(x: Tensor) -> Tensor:
+    return (1.25 * x).to(torch.float8_e4m3fn)
+
+
 # Fakes and graphs.
 
 
@@ -431,8 +481,7 @@ def copy_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr):
 
 
 def copied(x: Tensor, programs: int, has_mask: bool) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if programs:
         wrap_triton(copy_kernel)[(programs,)](x, out, x.numel(), BLOCK=32, HAS_MASK=has_mask)
     return out
@@ -440,12 +489,17 @@ def copied(x: Tensor, programs: int, has_mask: bool) -> Tensor:
 
 @wrong("memory.*loads offset 111 of x_ptr", lambda x: x.clone(), in_triton=True)
 def no_mask(x: Tensor) -> Tensor:
-    return copied(x, triton.cdiv(x.numel(), 32), False)
+    return copied(x.contiguous(), triton.cdiv(x.numel(), 32), False)
 
 
 @wrong("memory.*never written", lambda x: x.clone(), in_triton=True)
 def no_remainder(x: Tensor) -> Tensor:
-    return copied(x, x.numel() // 32, True)
+    return copied(x.contiguous(), x.numel() // 32, True)
+
+
+@wrong("memory.*copy_kernel loads offset", lambda x: x.clone(), in_triton=True)
+def any_strides(x: Tensor) -> Tensor:
+    return copied(x, triton.cdiv(x.numel(), 32), True)
 
 
 @triton.jit

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from compile_tests.helpers.field_cheats import CHEATS
-from compile_tests.helpers.field_wrong import WRONG
+from compile_tests.helpers.field_cheats import WRONG
 from compile_tests.helpers.mutants import BROKEN, BROKEN_WHERE_ASKED, nan_past_the_exponent, record, square
 from compile_tests.helpers.mutants_gpu import BROKEN_ON_A_GPU
 from compile_tests.helpers.mutants_kernels import BROKEN_KERNELS
@@ -111,7 +110,7 @@ def test_a_long_sum_in_turn_is_no_gross_error() -> None:
     def tree(x: torch.Tensor) -> torch.Tensor:
         return x.double().sum(0).to(x.dtype)
 
-    sample = Sample((torch.randn(4097, 2000, dtype=torch.float32, device="cpu"),), why="long")
+    sample = Sample((torch.randn(4097, 100, dtype=torch.float32, device="cpu"),), why="long")
     op = square("sum_in_turn", in_turn, reference=tree, differentiable=())
     require_no_gross_error(op, sample, call(op, sample))
     rounded = square("sum_in_bfloat16", lambda x: tree(x.bfloat16()).float(), reference=tree, differentiable=())
@@ -156,7 +155,7 @@ def test_every_promise_has_a_broken_op() -> None:
     named += [promise for promise, _ in BROKEN_ON_A_GPU.values()]
     named += ["batch_invariant"] * len(BROKEN_ROWS)
     named += [promise.__name__ for promise in OF_LAYERS]  # test_opcheck_hub.py has layers that break them
-    named += [word for wrong in (WRONG | CHEATS).values() for word in re.findall(r"breaks (\w+)", wrong.words)]
+    named += [word for wrong in WRONG.values() for word in re.findall(r"breaks (\w+)", wrong.words)]
     known = PROMISES + ON_REQUEST + INTERPRETER_PROMISES + GPU_PROMISES
     assert set(named) == {promise.__name__ for promise in known}
     assert len(named) >= 20

@@ -13,8 +13,8 @@ from torch import Tensor
 from triton.language.extra.libdevice import tanh
 
 from compile_tests.helpers import strangers
+from compile_tests.helpers.field_wrong import SLOW, WRONG
 from compile_tests.helpers.pages import ROOT, blocks
-from compile_tests.helpers.strangers_wrong import IN_PYTORCH, IN_TRITON
 from llmk.opcheck import check
 from llmk.opcheck.calls import call
 from llmk.opcheck.foreign.adapters import adapted
@@ -29,8 +29,6 @@ CPU = torch.device("cpu")
 RIGHT = {op.name: op for op in vars(strangers).values() if isinstance(op, Op)}
 TRITON = ("add", "mysin", "softmax", "scale_")
 NO_CPU_CODE = ("add", "softmax", "scale_")
-SLOW = ("compiled", "no_recompile", "default_dtype", "default_device")
-"""The checks that take most of the time; `python -m llmk.opcheck FILE` runs them."""
 
 
 @pytest.mark.kernels
@@ -46,18 +44,6 @@ def test_a_right_one_keeps_every_promise(name: str) -> None:
         verdicts = {result.promise: result.verdict for result in results}
         assert verdicts["values_and_gradients"] == "kept"
         assert verdicts["torch_opcheck"] == ("empty" if name == "exp" else "kept")
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("name", [*IN_PYTORCH, *IN_TRITON])
-def test_a_wrong_one_is_named_first(name: str) -> None:
-    if (name in IN_TRITON) is not INTERPRET:
-        pytest.skip("the other run has it")
-    op, kind, words = (IN_PYTORCH | IN_TRITON)[name]
-    found = causes(check(op, skip=SLOW))
-    assert found
-    assert (found[0].kind, words in found[0].first.message) == (kind, True), str(found[0])
-    assert len(found) <= 4, [str(cause) for cause in found]
 
 
 def test_no_code_for_a_cpu_is_said_once() -> None:
@@ -106,8 +92,7 @@ def test_a_device_that_is_asked_for_is_no_broken_promise() -> None:
 
 
 def test_a_missing_fake_is_one_cause_of_all_that_compiles() -> None:
-    op, _, _ = IN_PYTORCH["no_fake"]
-    (cause,) = causes(check(op, only=["default_dtype", "compiled_samples", "no_recompile"]))
+    (cause,) = causes(check(WRONG["no_fake"].op, only=["default_dtype", "compiled_samples", "no_recompile"]))
     assert (cause.kind, len(cause.results)) == ("compile", 3)
 
 
