@@ -104,11 +104,6 @@ def pairs_of(sequences: list[Any], pair_order: str | None = None, **_: Any) -> l
     return list(zip(chosen, rejected, strict=True))
 
 
-def softplus_of_less(x: Tensor) -> Tensor:
-    """-log sigmoid(x)."""
-    return F.softplus(-x)
-
-
 def average(x: Tensor) -> Tensor:
     return x.sum() / max(len(x), 1)
 

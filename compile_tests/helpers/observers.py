@@ -6,6 +6,7 @@ import pytest
 import triton.knobs
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -21,6 +22,18 @@ class Seeing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen = func
         return func(*args, **(kwargs or {}))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that a tensor has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        every = out if isinstance(out, tuple | list) else [out]
+        self.most = max([self.most, *(x.numel() for x in every if isinstance(x, Tensor))])
+        return out
 
 
 def watch(where: str, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:

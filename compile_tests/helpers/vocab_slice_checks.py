@@ -14,31 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from compile_tests.helpers.loss_references import (
-    batch,
-    cpo_reference,
-    dpo_reference,
-    kto_reference,
-    loss_op,
-    orpo_reference,
-    simpo_reference,
-)
-from compile_tests.helpers.policy_references import (
-    grpo_reference,
-    ppo_reference,
-    reinforce_reference,
-    rloo_reference,
-)
+from compile_tests.helpers import loss_ops
+from compile_tests.helpers.loss_references import batch
 from compile_tests.helpers.rank_processes import here
 from compile_tests.helpers.rank_slices import OwnRows, bounds
-from compile_tests.helpers.supervised_references import (
-    dft_reference,
-    distill_reference,
-    distill_topk_reference,
-    multi_token_reference,
-    sft_reference,
-    two_heads,
-)
 from llmk import functional, losses
 from llmk.functional import VocabSlice, linear_logprobs, vocab_slice
 from llmk.opcheck.calls import call, require_accurate
@@ -132,38 +111,33 @@ def loss_calls(V: int) -> Iterator[tuple[Op, Sample]]:
     (B, S), args = target.shape, (x, weight, target)
     support = torch.cat((target.unsqueeze(-1).flip(1), target.unsqueeze(-1), torch.full_like(target, 3)[..., None]), -1)
     reference = {"ref_input": randn(B, S, 5), "ref_linear_weight": randn(V, 5)}
-    dpo = loss_op(losses.dpo, dpo_reference)
-    yield dpo, Sample(args, {**reference, "ld_alpha": 0.5, "linear_bias": randn(V)}, why="pairs in the forward pass")
-    yield dpo, Sample(args, {**reference, "loss_type": "aot"}, why="pairs in the backward pass")
-    yield dpo, Sample(args, {"ref_logps": randn(B), "use_weighting": True}, why="weights of all classes")
-    yield loss_op(losses.cpo, cpo_reference), Sample(args, why="")
-    yield loss_op(losses.simpo, simpo_reference), Sample(args, why="")
-    yield loss_op(losses.orpo, orpo_reference), Sample(args, why="")
+    in_forward = {**reference, "ld_alpha": 0.5, "linear_bias": randn(V)}
+    yield loss_ops.DPO, Sample(args, in_forward, why="pairs in the forward pass")
+    yield loss_ops.DPO, Sample(args, {**reference, "loss_type": "aot"}, why="pairs in the backward pass")
+    yield loss_ops.DPO, Sample(args, {"ref_logps": randn(B), "use_weighting": True}, why="weights of all classes")
+    yield loss_ops.CPO, Sample(args, why="")
+    yield loss_ops.SIMPO, Sample(args, why="")
+    yield loss_ops.ORPO, Sample(args, why="")
     label = {"label": randn(B) > 0, "ref_logps": randn(B)}
-    yield loss_op(losses.kto, kto_reference), Sample(args, label, why="")
-    grpo, old = loss_op(losses.grpo, grpo_reference), {"old_per_token_logps": randn(B, S) - 3}
-    yield grpo, Sample((*args, randn(B)), {**old, "entropy_coef": 0.1, "epsilon_high": 30.0}, why="tokens")
-    yield grpo, Sample((*args, randn(B)), {**old, "support": support}, why="supports across ranks")
+    yield loss_ops.KTO, Sample(args, label, why="")
+    old = {"old_per_token_logps": randn(B, S) - 3}
+    yield loss_ops.GRPO, Sample((*args, randn(B)), {**old, "entropy_coef": 0.1, "epsilon_high": 30.0}, why="tokens")
+    yield loss_ops.GRPO, Sample((*args, randn(B)), {**old, "support": support}, why="supports across ranks")
     sequence = {**old, "importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon_high": 30.0}
-    yield grpo, Sample((*args, randn(B)), {**sequence, "chunk_size": 4}, why="sequences, logits made twice")
-    yield loss_op(losses.reinforce, reinforce_reference), Sample((*args, randn(B)), why="")
+    yield loss_ops.GRPO, Sample((*args, randn(B)), {**sequence, "chunk_size": 4}, why="sequences, logits made twice")
+    yield loss_ops.REINFORCE, Sample((*args, randn(B)), why="")
     rloo = {"old_logps": randn(B) - 18, "epsilon_high": 1e9}
-    yield loss_op(losses.rloo, rloo_reference), Sample((*args, randn(B)), rloo, why="")
+    yield loss_ops.RLOO, Sample((*args, randn(B)), rloo, why="")
     values = {name: randn(B, S) for name in ("values", "old_values", "returns")}
-    yield loss_op(losses.ppo, ppo_reference), Sample((*args, randn(B, S)), {**values, **old, "cliprange": 30.0}, why="")
-    yield loss_op(losses.sft, sft_reference), Sample(args, {"entropy_coef": 0.1}, why="")
-    yield loss_op(losses.dft, dft_reference), Sample(args, why="")
+    yield loss_ops.PPO, Sample((*args, randn(B, S)), {**values, **old, "cliprange": 30.0}, why="")
+    yield loss_ops.SFT, Sample(args, {"entropy_coef": 0.1}, why="")
+    yield loss_ops.DFT, Sample(args, why="")
     teacher = randn(B, S, 5), randn(V, 5)
-    distill = loss_op(losses.distill, distill_reference)
-    yield distill, Sample((*args, *teacher), {"ce_weight": 0.3}, why="with a cross entropy")
+    yield loss_ops.DISTILL, Sample((*args, *teacher), {"ce_weight": 0.3}, why="with a cross entropy")
     top = randn(B, S, V).log_softmax(-1).topk(3)
-    topk = loss_op(losses.distill_topk, distill_topk_reference)
-    yield topk, Sample((*args, top.indices, top.values), {"ce_weight": 0.3}, why="a cross entropy of its own")
+    yield loss_ops.TOPK, Sample((*args, top.indices, top.values), {"ce_weight": 0.3}, why="a cross entropy of its own")
     heads = {"head_weights": [1.0, 0.3], "z_loss": 1e-2}
-    yield (
-        loss_op(two_heads, multi_token_reference),
-        Sample((x, randn(*x.shape), weight, target), heads, why="two heads"),
-    )
+    yield loss_ops.HEADS, Sample((x, randn(*x.shape), weight, target), heads, why="two heads")
 
 
 def every_loss(slicing: str, step: int = 1) -> None:

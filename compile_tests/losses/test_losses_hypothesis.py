@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_tests.helpers.loss_references import loss_op, packed
-from compile_tests.helpers.policy_references import grpo_reference
+from compile_tests.helpers.loss_ops import GRPO
+from compile_tests.helpers.loss_references import packed
 from llmk import losses
 from llmk.opcheck.calls import call, require_accurate
 from llmk.registry import Sample
@@ -35,7 +35,6 @@ OF_SEQUENCES: dict[str, dict[str, Any]] = {
     "rloo": {},
 }
 
-GRPO = loss_op(losses.grpo, grpo_reference)
 TERMS: list[dict[str, Any]] = [
     {"loss_type": "gmpo", "epsilon": 0.2, "beta": 0.5, "max_log_ratio": 0.2, "count_empty_sequences": False},
     {"loss_type": "kl_cov", "kl_cov_ratio": 1.0, "loss_agg": "sequence_mean"},  # of two tokens both products are equal

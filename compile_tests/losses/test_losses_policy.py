@@ -6,18 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_tests.helpers.loss_references import batch, logps_of, loss_op, packed
-from compile_tests.helpers.policy_references import grpo_reference, ppo_reference, reinforce_reference, rloo_reference
+from compile_tests.helpers.loss_ops import GRPO, PPO, REINFORCE, RLOO
+from compile_tests.helpers.loss_references import batch, logps_of, packed
 from llmk import losses
 from llmk.losses._policy import AGGREGATIONS, TYPES
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.objectives.policy import ESTIMATORS
 from llmk.registry import Op, Sample
 
-GRPO = loss_op(losses.grpo, grpo_reference)
-REINFORCE = loss_op(losses.reinforce, reinforce_reference)
-RLOO = loss_op(losses.rloo, rloo_reference)
-PPO = loss_op(losses.ppo, ppo_reference, ("values",))
 LENGTHS = [5, 1, 7, 3, 4, 6]
 ORDER = [3, 1, 0, 5, 2, 4]
 OF_TOKENS = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps")

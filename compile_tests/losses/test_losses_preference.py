@@ -7,27 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_tests.helpers.loss_references import (
-    batch,
-    cpo_reference,
-    dpo_reference,
-    kto_reference,
-    loss_op,
-    orpo_reference,
-    packed,
-    simpo_reference,
-)
+from compile_tests.helpers.loss_ops import CPO, DPO, KTO, ORPO, SIMPO
+from compile_tests.helpers.loss_references import batch, packed
 from llmk import losses
 from llmk.losses._pairs import TYPES
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.objectives.preference import F_DIVERGENCES
 from llmk.registry import Op, Sample
 
-DPO = loss_op(losses.dpo, dpo_reference)
-CPO = loss_op(losses.cpo, cpo_reference)
-SIMPO = loss_op(losses.simpo, simpo_reference)
-ORPO = loss_op(losses.orpo, orpo_reference)
-KTO = loss_op(losses.kto, kto_reference)
 LENGTHS = [5, 1, 7, 3, 4, 6, 2, 7]  # of four pairs
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # chosen and rejected by turns
 

@@ -20,28 +20,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from compile_tests.helpers import loss_ops
 from compile_tests.helpers.loss_calls import LOSSES, given, gradients
-from compile_tests.helpers.loss_references import (
-    LossOp,
-    batch,
-    cpo_reference,
-    dpo_reference,
-    kto_reference,
-    loss_op,
-    orpo_reference,
-    packed,
-    simpo_reference,
-)
-from compile_tests.helpers.policy_references import grpo_reference, ppo_reference, reinforce_reference, rloo_reference
+from compile_tests.helpers.loss_references import batch, packed
 from compile_tests.helpers.rank_processes import errors_of_ranks, here
-from compile_tests.helpers.supervised_references import (
-    dft_reference,
-    distill_reference,
-    distill_topk_reference,
-    multi_token_reference,
-    sft_reference,
-    two_heads,
-)
+from compile_tests.helpers.supervised_references import two_heads
 from llmk import losses
 from llmk.opcheck.calls import call, require_accurate
 from llmk.registry import Op, Sample
@@ -55,25 +38,20 @@ OWNERS = {1: [0], 2: [0, 1, 1], 4: [0, 3, 1, 1]}
 
 class Loss(NamedTuple):
     fn: Callable[..., Any]
-    reference: Callable[..., Tensor]
-    differentiable: tuple[str, ...] = ()
+    op: Op
     in_pairs: bool = False
     has_sequences: bool = True  # and not tokens alone, which only `group` has
 
-    def op(self) -> Op:
-        op = loss_op(self.fn, self.reference, self.differentiable)
-        return LossOp(**{**vars(op), "differentiable": ("x", "y", "linear_weight")}) if self.fn is two_heads else op
 
-
-DPO, CPO = Loss(losses.dpo, dpo_reference, in_pairs=True), Loss(losses.cpo, cpo_reference, in_pairs=True)
-SIMPO, ORPO = Loss(losses.simpo, simpo_reference, in_pairs=True), Loss(losses.orpo, orpo_reference, in_pairs=True)
-KTO, GRPO = Loss(losses.kto, kto_reference), Loss(losses.grpo, grpo_reference)
-REINFORCE, RLOO = Loss(losses.reinforce, reinforce_reference), Loss(losses.rloo, rloo_reference)
-PPO = Loss(losses.ppo, ppo_reference, ("values",))
-SFT, DFT = Loss(losses.sft, sft_reference, has_sequences=False), Loss(losses.dft, dft_reference, has_sequences=False)
-DISTILL = Loss(losses.distill, distill_reference, has_sequences=False)
-TOPK = Loss(losses.distill_topk, distill_topk_reference, has_sequences=False)
-HEADS = Loss(two_heads, multi_token_reference, has_sequences=False)
+DPO, CPO = Loss(losses.dpo, loss_ops.DPO, in_pairs=True), Loss(losses.cpo, loss_ops.CPO, in_pairs=True)
+SIMPO, ORPO = Loss(losses.simpo, loss_ops.SIMPO, in_pairs=True), Loss(losses.orpo, loss_ops.ORPO, in_pairs=True)
+KTO, GRPO = Loss(losses.kto, loss_ops.KTO), Loss(losses.grpo, loss_ops.GRPO)
+REINFORCE, RLOO = Loss(losses.reinforce, loss_ops.REINFORCE), Loss(losses.rloo, loss_ops.RLOO)
+PPO = Loss(losses.ppo, loss_ops.PPO)
+SFT, DFT = Loss(losses.sft, loss_ops.SFT, has_sequences=False), Loss(losses.dft, loss_ops.DFT, has_sequences=False)
+DISTILL = Loss(losses.distill, loss_ops.DISTILL, has_sequences=False)
+TOPK = Loss(losses.distill_topk, loss_ops.TOPK, has_sequences=False)
+HEADS = Loss(two_heads, loss_ops.HEADS, has_sequences=False)
 
 
 class OwnPart(torch.autograd.Function):
@@ -165,7 +143,7 @@ def parallel(loss: Loss, split: Split, fn: Callable[..., Any], found: dict[str, 
 
 def check(loss: Loss, sample: Sample, split: Split, compiled: bool) -> None:
     fn: Any = torch.compile(loss.fn, backend="aot_eager", fullgraph=True) if compiled else loss.fn
-    op, found = loss.op(), {}
+    op, found = loss.op, {}
     outcome = call(op, sample, fn=parallel(loss, split, fn, found))
     if dist.get_rank() == 0:  # the others have the same
         require_accurate(op, sample, outcome)
@@ -292,7 +270,7 @@ class Model(torch.nn.Module):
 
     def forward(self, sample: Sample, **groups: Any) -> Tensor:
         x, _, *others = sample.args
-        fn = losses.grpo if groups else GRPO.reference
+        fn = losses.grpo if groups else GRPO.op.reference
         result: Any = fn(self.body(x), self.head.weight, *others, **sample.kwargs, **groups)
         return result[0] if groups else result
 

@@ -3,26 +3,13 @@
 import pytest
 import torch
 
-from compile_tests.helpers.loss_references import LossOp, batch, loss_op
-from compile_tests.helpers.supervised_references import (
-    dft_reference,
-    distill_reference,
-    distill_topk_reference,
-    multi_token_reference,
-    sft_reference,
-    two_heads,
-)
+from compile_tests.helpers.loss_ops import DFT, DISTILL, HEADS, SFT, TOPK
+from compile_tests.helpers.loss_references import batch
 from llmk import losses
 from llmk.opcheck.calls import call, require_accurate
 from llmk.registry import Op, Sample
 
 LENGTHS = [5, 1, 7, 0, 4]
-
-
-SFT = loss_op(losses.sft, sft_reference)
-DFT = loss_op(losses.dft, dft_reference)
-DISTILL = loss_op(losses.distill, distill_reference)
-TOPK = loss_op(losses.distill_topk, distill_topk_reference)
 
 
 def require(op: Op, sample: Sample) -> None:
@@ -66,14 +53,14 @@ def test_distill(device: torch.device, beta: float) -> None:
 
 
 def test_several_heads(device: torch.device) -> None:
-    op = loss_op(two_heads, multi_token_reference)
-    op = LossOp(**{**vars(op), "differentiable": ("x", "y", "linear_weight")})
     x, weight, target = batch(LENGTHS, device)
     options = {"head_weights": [1.0, 0.3], "z_loss": 1e-2}
     y = torch.randn_like(x)
-    require(op, Sample((x, y, weight, target), options, why="two heads"))
+    require(HEADS, Sample((x, y, weight, target), options, why="two heads"))
     for num_items in (41.0, [41.0, torch.tensor(37, device=device)]):
-        require(op, Sample((x, y, weight, target), options | {"num_items_in_batch": num_items}, why="items of a step"))
+        require(
+            HEADS, Sample((x, y, weight, target), options | {"num_items_in_batch": num_items}, why="items of a step")
+        )
 
 
 def test_no_token_gives_zero(device: torch.device) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from compile_tests.helpers.loss_references import batch, loss_op, packed
-from compile_tests.helpers.policy_references import grpo_reference, ppo_reference
+from compile_tests.helpers.loss_ops import GRPO, PPO
+from compile_tests.helpers.loss_references import batch, packed
 from llmk import losses
 from llmk.functional import linear_logprobs
 from llmk.losses._policy import largest_covariance
@@ -16,8 +16,6 @@ from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
 from llmk.registry import Op, Sample
 
-GRPO = loss_op(losses.grpo, grpo_reference)
-PPO = loss_op(losses.ppo, ppo_reference, ("values",))
 LENGTHS = [5, 1, 7, 0, 4, 6]
 ORDER = [3, 1, 0, 5, 2, 4]
 OF_TOKENS = ("old_per_token_logps", "ref_per_token_logps", "values", "old_values", "returns")

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_tests.helpers.backend_checks import require_same
+from compile_tests.helpers.observers import LargestTensor
 from compile_tests.helpers.rank_processes import errors_of_ranks
 from compile_tests.helpers.rank_slices import OwnRows
 from llmk import losses
@@ -128,18 +128,6 @@ def test_merging(device: torch.device) -> None:
     right = logits.double().flatten(0, 1)
     assert torch.equal(whole[0], right.amax(0).float())
     torch.testing.assert_close(whole[0].double() + whole[1].double().log(), right.logsumexp(0))
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that a tensor has."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        every = out if isinstance(out, tuple | list) else [out]
-        self.most = max([self.most, *(x.numel() for x in every if isinstance(x, Tensor))])
-        return out
 
 
 def test_the_matrix_never_exists_whole() -> None:

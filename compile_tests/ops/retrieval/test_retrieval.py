@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_tests.helpers.backend_checks import require_same
+from compile_tests.helpers.observers import LargestTensor
 from llmk import losses
 from llmk.functional import maxsim, splade_head
 from llmk.ops.retrieval import _maxima
@@ -143,18 +143,6 @@ def test_a_maximum_that_is_nan_or_infinite(device: torch.device) -> None:
     assert maxsim(query, document).isnan().all()
     document[0, 66] = inf
     assert maxsim(query + 1, document) == inf
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that a tensor has."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        every = out if isinstance(out, tuple | list) else [out]
-        self.most = max([self.most, *(x.numel() for x in every if isinstance(x, Tensor))])
-        return out
 
 
 @pytest.mark.kernels
