@@ -64,10 +64,6 @@ def check_llama() -> None:
     assert_trains_as_without("Llama", {"rms_norm": 5, "rope": 2}, experts=False)
 
 
-def check_a_mixture() -> None:
-    assert_trains_as_without("Qwen3Moe", {"moe_experts": 2, "rms_norm": 9, "rope": 2}, experts=True)
-
-
 def check_a_hybrid() -> None:
     """Its rotary embedding turns a part of the head: the layer calls the function of the model."""
     operators = {

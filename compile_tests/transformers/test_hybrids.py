@@ -125,7 +125,7 @@ class Graphs:
         return lookup_backend("aot_eager")(graph, example_inputs)
 
 
-@pytest.mark.parametrize("family", some_of(OPERATORS, KEPT))
+@pytest.mark.parametrize("family", some_of(OPERATORS, ("Qwen3Next", "KimiLinear", "Mamba2", "FalconH1")))
 def test_a_hybrid_trains_as_before(family: str, monkeypatch: pytest.MonkeyPatch):
     """Padding is on either side, eager and in one graph: the gradients of decays are nearer than they were."""
     model, original = pair(family)
