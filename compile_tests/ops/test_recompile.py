@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from compile_tests.helpers.breadth import some_of
 from compile_tests.helpers.stub_driver import stub_driver
 from llmk import functional
 from llmk.opcheck.calls import call
@@ -13,30 +14,27 @@ from llmk.registry.devices import INTERPRET
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: operators are opaque")
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_row_counts_share_a_graph(name: str) -> None:
+CASES = some_of(
+    [(name, dynamic) for dynamic in (True, None) for name in OPS],
+    [(name, True) for name in OPS] + [(name, None) for name in ("rms_norm", "rope", "fused_linear_ce", "moe_experts")],
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{'symbolic' if case[1] else 'automatic'}")
+def test_row_counts_share_a_graph(case: tuple[str, bool | None]) -> None:
+    """With every size symbolic too: what must be fixed, such as a block size, is, and nothing else reaches kernels."""
+    name, dynamic = case
     op = OPS[name]
     assert op.resized is not None
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), backend=counter, fullgraph=True)
+    fn = torch.compile(lambda *a, **k: op.overload(*a, **k), backend=counter, fullgraph=True, dynamic=dynamic)
     compiles = []
     with stub_driver():
         for rows in (64, 33, 7, 130, 51, 96, 5000):
             call(op, op.resized(rows, torch.device("cpu"), torch.bfloat16), fn=fn)
             compiles.append(counter.frame_count)
     assert compiles[-1] <= 2, compiles
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_every_size_symbolic(name: str) -> None:
-    """`dynamic=True`: what must be fixed, such as a block size, is; nothing symbolic reaches a kernel's constants."""
-    op = OPS[name]
-    assert op.resized is not None
-    torch._dynamo.reset()
-    fn = torch.compile(lambda *a, **k: op.overload(*a, **k), backend="aot_eager", fullgraph=True, dynamic=True)
-    with stub_driver():
-        call(op, op.resized(37, torch.device("cpu"), torch.bfloat16), fn=fn)
 
 
 def test_python_functions_do_not_share_their_limit_of_recompilations() -> None:
