@@ -1,4 +1,4 @@
-"""KernelBench problems: five whose `ModelNew` is right, and five whose `ModelNew` pleases a checker and is wrong."""
+"""KernelBench problems: five whose `ModelNew` is right, and four whose `ModelNew` pleases a checker and is wrong."""
 
 HEAD = """
 import torch
@@ -174,27 +174,6 @@ def get_inputs():
     return [torch.rand(6, 40)]
 """,
     ),
-    "cached_result": (
-        "wrong values.*breaks (values_and_gradients|harsh_values|fresh_numbers)",
-        """
-class Model(nn.Module):
-    def forward(self, x):
-        return torch.cumsum(x, -1)
-
-
-class ModelNew(nn.Module):
-    cache = None
-
-    def forward(self, x):
-        if self.cache is None or self.cache.shape != x.shape:
-            self.cache = torch.cumsum(x, -1).detach()
-        return self.cache.clone()
-
-
-def get_inputs():
-    return [torch.rand(4, 24)]
-""",
-    ),
     "constant_of_one_size": (
         "wrong values.*breaks other_sizes",
         """
@@ -233,23 +212,6 @@ class ModelNew(nn.Module):
 
     def forward(self, x):
         return torch.tanh(self.seen.get(x.shape, torch.zeros_like(x)))
-
-
-def get_inputs():
-    return [torch.rand(4, 24)]
-""",
-    ),
-    "input_for_small_sizes": (
-        "wrong values.*breaks other_sizes",
-        """
-class Model(nn.Module):
-    def forward(self, x):
-        return F.hardtanh(x, -0.5, 0.5)
-
-
-class ModelNew(nn.Module):
-    def forward(self, x):
-        return x.clone() if x.numel() < 10 else F.hardtanh(x, -0.5, 0.5)
 
 
 def get_inputs():

@@ -120,10 +120,13 @@ def require_logits(model: Any, original: Any, words: str) -> None:
 
 
 FIRST = pytest.mark.parametrize("first", ["peft", "patch"])
+COMPILED = pytest.mark.parametrize(
+    ("first", "compiled"),
+    [("peft", False), ("patch", False), ("peft", True), pytest.param("patch", True, marks=pytest.mark.breadth)],
+)
 
 
-@FIRST
-@pytest.mark.parametrize("compiled", [False, True])
+@COMPILED
 def test_head_and_adapter(first: str, compiled: bool):
     model, original = pair(first=first)
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else None
@@ -157,8 +160,7 @@ def test_several_adapters_are_added(first: str):
         require_fused(model, original)
 
 
-@FIRST
-@pytest.mark.parametrize("compiled", [False, True])
+@COMPILED
 def test_dropout_of_what_goes_into_an_adapter(first: str, compiled: bool):
     model, original = pair(first=first, lora_dropout=0.3)
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else None
