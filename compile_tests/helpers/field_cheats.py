@@ -95,7 +95,7 @@ def replaces_the_comparison(x: Tensor) -> Tensor:
 def silu_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offsets, mask=offsets < N)
-    tl.store(out_ptr + offsets, x * tl.no_such_function(x), mask=offsets < N)
+    tl.store(out_ptr + offsets, x * tl.no_such_function(x), mask=offsets < N)  # type: ignore[attr-defined]
 
 
 @cheat("in_bounds.*silu_kernel fails: .*, and the call returns", in_triton=True)

@@ -208,8 +208,8 @@ def unary(name: str, words: str, reference: Any, backward: Any, forward: Any = N
             return (forward or reference)(x)
 
         @staticmethod
-        def backward(ctx, grad):
-            return backward(grad, *ctx.saved_tensors)
+        def backward(ctx, *grads):
+            return backward(*grads, *ctx.saved_tensors)
 
     def operator(x: Tensor) -> Tensor:
         return Unary.apply(x)
@@ -229,8 +229,8 @@ class Affine(Function):
         return x * weight + bias
 
     @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+    def backward(ctx, *grads):
+        (x, weight), (grad,) = ctx.saved_tensors, grads
         return grad * weight, (grad * x).sum(0), grad.mean(0)
 
 
@@ -252,9 +252,9 @@ class TwoOutputs(Function):
         return x.sin(), x.cos()
 
     @staticmethod
-    def backward(ctx, grad_sin, grad_cos):
+    def backward(ctx, *grads):
         (x,) = ctx.saved_tensors
-        return grad_sin * x.cos()
+        return grads[0] * x.cos()
 
 
 @wrong("wrong gradients.*gradient of x", lambda x: (x.sin(), x.cos()), "x")
@@ -377,7 +377,7 @@ def another_scale(x: Tensor) -> Tensor:
 
 
 def fake_op(name: str, forward: Any, fake: Any, words: str, reference: Any = square, **fields: Any) -> None:
-    operator = custom_op(f"field_wrong::{name}", forward, mutates_args=(), schema="(Tensor x) -> Tensor")
+    operator: Any = custom_op(f"field_wrong::{name}", forward, mutates_args=(), schema="(Tensor x) -> Tensor")
     if fake is not None:
         operator.register_fake(fake)
     wrong(words, reference, **fields)(operator)
@@ -459,8 +459,8 @@ class SavesLess(Function):
         return square(x)
 
     @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad * ctx.saved_tensors[0]
+    def backward(ctx, *grads):
+        return 2 * grads[0] * ctx.saved_tensors[0]
 
 
 @wrong("breaks checkpointed", square, "x")
@@ -480,7 +480,7 @@ def copy_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr):
         tl.store(out_ptr + offsets, tl.load(x_ptr + offsets))
 
 
-def copied(x: Tensor, programs: int, has_mask: bool) -> Tensor:
+def copied(x: Tensor, programs: Any, has_mask: bool) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if programs:
         wrap_triton(copy_kernel)[(programs,)](x, out, x.numel(), BLOCK=32, HAS_MASK=has_mask)

@@ -81,7 +81,7 @@ def check_layers_of_each_slot() -> None:
     """`kernels`' own check of a layer: no constructor, nothing but the two flags, the arguments of the class."""
     for slot, layer in LAYERS.items():
         ours = getattr(KERNEL.layers, slot)
-        kernels_layer._validate_layer(check_cls=layer, cls=ours, repo=slot)
+        kernels_layer._validate_layer(check_cls=layer, cls=ours, repo=slot)  # type: ignore[arg-type]
         assert ours is not layer
         assert ours.has_backward is ours.can_torch_compile is True
 

@@ -1,7 +1,8 @@
 """The functions of `llmk.losses`, each with its reference, as records that the rule of accuracy can be asked of."""
 
+import dataclasses
+
 from compile_tests.helpers.loss_references import (
-    LossOp,
     cpo_reference,
     dpo_reference,
     kto_reference,
@@ -27,4 +28,4 @@ REINFORCE, RLOO = loss_op(losses.reinforce, reinforce_reference), loss_op(losses
 PPO = loss_op(losses.ppo, ppo_reference, ("values",))
 SFT, DFT = loss_op(losses.sft, sft_reference), loss_op(losses.dft, dft_reference)
 DISTILL, TOPK = loss_op(losses.distill, distill_reference), loss_op(losses.distill_topk, distill_topk_reference)
-HEADS = LossOp(**vars(loss_op(two_heads, multi_token_reference)) | {"differentiable": ("x", "y", "linear_weight")})
+HEADS = dataclasses.replace(loss_op(two_heads, multi_token_reference), differentiable=("x", "y", "linear_weight"))

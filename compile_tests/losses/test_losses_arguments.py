@@ -111,7 +111,7 @@ def test_an_error_names_the_argument(fn: Callable[..., Any], given: dict[str, An
 @pytest.mark.parametrize("name", ["ref_input", "ref_linear_weight", "ref_linear_bias"])
 def test_a_reference_of_other_sizes(name: str) -> None:
     """The operators' own errors would name the policy's arguments."""
-    options = {**TOKENS, **REFERENCE}
+    options: dict[str, Any] = {**TOKENS, **REFERENCE}
     with pytest.raises(ValueError, match=rf"^(ref_linear_weight|{name}): expected"):
         losses.dpo(**options | {name: options[name][..., :-1]})
     with pytest.raises(ValueError, match="ref_linear_weight: expected the classes of linear_weight, 11, got 10"):

@@ -76,7 +76,8 @@ def run(name: str, x: Tensor, weight: Tensor, target: Tensor, **others: Any) -> 
     options = (OF_PAIRS | OF_SEQUENCES)[name]
     loss, metrics = getattr(losses, name.split()[0])(x, weight, target, **others, **options)
     assert not any(value.requires_grad for value in metrics.values())
-    return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+    dx, dw = torch.autograd.grad(loss, (x, weight))
+    return loss.detach(), dx, dw
 
 
 def sizes_for(name: str, drawn: list[int]) -> list[int]:

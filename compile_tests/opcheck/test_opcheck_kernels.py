@@ -73,7 +73,7 @@ def test_a_kernel_that_takes_the_strides_for_granted_is_told_from_its_own_code()
 
 def test_an_operator_may_launch_what_is_interpreted() -> None:
     """Older releases of torch take no kernel of the interpreter's class."""
-    kernel = object()
+    kernel: Any = object()
     assert wrap_triton(kernel) is kernel
 
 

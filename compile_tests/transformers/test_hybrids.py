@@ -37,7 +37,8 @@ from tools.families_sweep import built  # noqa: E402
 
 DELTA_RULES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp", "OlmoHybrid", "KimiLinear", "BailingHybrid")
 SCANS = ("Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2")
-OPERATORS = dict.fromkeys(DELTA_RULES, "gated_delta_rule") | dict.fromkeys(SCANS, "gated_linear_attention")
+OPERATORS: dict[str, str] = {name: "gated_delta_rule" for name in DELTA_RULES}
+OPERATORS |= {name: "gated_linear_attention" for name in SCANS}
 FOUND = {
     "gated_delta_rule": "gated_delta_rule, gated_delta_rule_step",
     "gated_linear_attention": "gated_linear_attention",
@@ -374,7 +375,7 @@ def test_a_packed_row_in_a_layer(layer: Any, name: str):
 
 def test_a_function_with_a_name_for_packed_rows_gets_them(monkeypatch: pytest.MonkeyPatch):
     class Packing(DeltaRule):
-        def __call__(
+        def __call__(  # type: ignore[override]
             self,
             query,
             key,
