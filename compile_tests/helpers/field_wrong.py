@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import custom_op, triton_op, wrap_triton
 
+from compile_tests.helpers.field_right import calls
 from compile_tests.helpers.strangers import implement, record
 from llmk.opcheck.report.causes import Cause
 from llmk.registry import Op, Sample
@@ -46,14 +47,6 @@ def wrong(words: str, reference: Any, wanted: str = "", *, in_triton: bool = Fal
         return operator
 
     return decorate
-
-
-def calls(*shapes: tuple[int, ...], more: tuple[Any, ...] = ()) -> Any:
-    def samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-        tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
-        return [Sample((*tensors, *more), why="of normal numbers")]
-
-    return samples
 
 
 def square(x):

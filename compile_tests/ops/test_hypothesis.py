@@ -1,5 +1,6 @@
 """Hypothesis over shapes, strides, dtypes, options and the inputs that want gradients."""
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -30,7 +31,7 @@ few = settings(
 )
 
 
-def tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: str) -> Tensor:
+def tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device, layout: str) -> Tensor:
     """Normal numbers, laid out in memory in one of four ways."""
     generator = torch.Generator().manual_seed(sum(shape))  # the same for the same example, whatever came before
 
@@ -56,37 +57,53 @@ def check(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], data: st.Dat
     require_accurate(op, sample, call(op, sample, sorted(wanted)))
 
 
-@pytest.mark.kernels
-@few
-@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts, affine=st.booleans())
-def test_rms_norm(data, dtype, rows, N, layout, affine, device: torch.device) -> None:
-    x = tensor((*rows, N), dtype, device, layout)
-    weight = tensor((N,), data.draw(dtypes), device, data.draw(layouts)) if affine else None
-    options = {"eps": data.draw(st.sampled_from([1e-6, 1e-2])), "offset": data.draw(st.sampled_from([0.0, 1.0]))}
-    check("rms_norm", (x, weight), options, data)
+NORM = {"eps": [1e-6, 1e-2], "offset": [0.0, 1.0]}
+OF_ROWS: dict[str, tuple[int, int, dict[str, list[Any]]]] = {
+    "add": (2, 0, {}),
+    "add_rms_norm": (2, 1, NORM),
+    "geglu": (2, 0, {"approximate": ["tanh", "none"]}),
+    "layer_norm": (1, 2, {"eps": [1e-5, 1e-2]}),
+    "relu_squared": (1, 0, {}),
+    "rms_norm": (1, 1, NORM),
+    "swiglu": (2, 0, {}),
+}
+"""The operators of rows: how many tensors of them, how many parameters of a row's length, and the options' values."""
+
+
+def options_of(data: st.DataObject, values: dict[str, list[Any]]) -> dict[str, Any]:
+    return {name: data.draw(st.sampled_from(each)) for name, each in values.items()}
 
 
 @pytest.mark.kernels
 @few
-@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts, packed=st.booleans())
-def test_swiglu(data, dtype, rows, N, layout, packed, device: torch.device) -> None:
-    if packed:
-        check("swiglu", (tensor((*rows, 2 * N), dtype, device, layout),), {}, data)
-    else:
-        up = tensor((*rows, N), dtype, device, data.draw(layouts))
-        check("swiglu", (tensor((*rows, N), dtype, device, layout), up), {}, data)
+@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts)
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_rows(name, data, dtype, rows, N, layout, device: torch.device) -> None:
+    """Gates and ups may be one packed tensor; a parameter has a dtype of its own, or is left out."""
+    count, parameters, options = OF_ROWS[name]
+    if name in ("swiglu", "geglu") and data.draw(st.booleans()):
+        count, N = 1, 2 * N
+    args: list[Any] = [tensor((*rows, N), dtype, device, data.draw(layouts) if i else layout) for i in range(count)]
+    for _ in range(parameters):
+        given = data.draw(st.booleans())
+        args.append(tensor((N,), data.draw(dtypes), device, data.draw(layouts)) if given else None)
+    check(name, tuple(args), options_of(data, options), data)
 
 
 @pytest.mark.kernels
 @few
 @given(data=st.data(), dtype=dtypes, B=st.integers(1, 3), S=st.integers(1, 9), HK=st.integers(1, 3), layout=layouts)
-def test_rope(data, dtype, B, S, HK, layout, device: torch.device) -> None:
+@pytest.mark.parametrize("name", ["rope", "qk_norm_rope"])
+def test_rotations(name, data, dtype, B, S, HK, layout, device: torch.device) -> None:
     HQ, R = HK * data.draw(st.integers(1, 4)), 2 * data.draw(st.integers(1, 12))
     D = R + data.draw(st.integers(0, 7))
     q, k = tensor((B, HQ, S, D), dtype, device, layout), tensor((B, HK, S, D), dtype, device, data.draw(layouts))
-    cos_shape = (data.draw(st.sampled_from([1, B])), S, R)
-    cos, sin = (tensor(cos_shape, dtype, device, "contiguous").clamp(-1, 1) for _ in range(2))
-    check("rope", (q, k, cos, sin), {"interleaved": data.draw(st.booleans())}, data)
+    has_norm = name == "qk_norm_rope"
+    weights = [tensor((D,), data.draw(dtypes), device, data.draw(layouts)) for _ in range(2)] if has_norm else []
+    angles = data.draw(dtypes) if has_norm else dtype
+    cos = tensor((data.draw(st.sampled_from([1, B])), S, R), angles, device, "contiguous").clamp(-1, 1)
+    options = options_of(data, {"interleaved": [False, True], **(NORM if has_norm else {})})
+    check(name, (q, k, *weights, cos, cos.flip(-1)), options, data)
 
 
 def loss_options(data: st.DataObject, V: int, device: torch.device) -> dict[str, Any]:
@@ -126,75 +143,11 @@ def test_fused_linear_ce(name, data, dtype, N, H, V, layout, device: torch.devic
 
 @pytest.mark.kernels
 @few
-@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts, packed=st.booleans())
-def test_geglu(data, dtype, rows, N, layout, packed, device: torch.device) -> None:
-    gate = tensor((*rows, 2 * N if packed else N), dtype, device, layout)
-    args = (gate,) if packed else (gate, tensor((*rows, N), dtype, device, data.draw(layouts)))
-    check("geglu", args, {"approximate": data.draw(st.sampled_from(["tanh", "none"]))}, data)
-
-
-@pytest.mark.kernels
-@few
 @given(data=st.data(), dtype=dtypes, shape=st.lists(sizes, max_size=3), layout=layouts)
 def test_softmax(data, dtype, shape, layout, device: torch.device) -> None:
     axes = max(len(shape), 1)
     dim = data.draw(st.integers(-axes, axes - 1))
     check("softmax", (3 * tensor(tuple(shape), dtype, device, layout if shape else "contiguous"), dim), {}, data)
-
-
-@pytest.mark.kernels
-@few
-@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts)
-def test_layer_norm(data, dtype, rows, N, layout, device: torch.device) -> None:
-    x = tensor((*rows, N), dtype, device, layout)
-    weight, bias = (
-        tensor((N,), data.draw(dtypes), device, data.draw(layouts)) if data.draw(st.booleans()) else None
-        for _ in range(2)
-    )
-    check("layer_norm", (x, weight, bias, data.draw(st.sampled_from([1e-5, 1e-2]))), {}, data)
-
-
-@pytest.mark.kernels
-@few
-@given(data=st.data(), dtype=dtypes, shape=st.lists(sizes, min_size=1, max_size=3), layout=layouts)
-def test_relu_squared(data, dtype, shape, layout, device: torch.device) -> None:
-    check("relu_squared", (tensor(tuple(shape), dtype, device, layout),), {}, data)
-
-
-@pytest.mark.kernels
-@few
-@given(data=st.data(), dtype=dtypes, shape=st.lists(sizes, min_size=1, max_size=3), layout=layouts)
-def test_add(data, dtype, shape, layout, device: torch.device) -> None:
-    other = tensor(tuple(shape), dtype, device, data.draw(layouts))
-    check("add", (tensor(tuple(shape), dtype, device, layout), other), {}, data)
-
-
-@pytest.mark.kernels
-@few
-@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts, affine=st.booleans())
-def test_add_rms_norm(data, dtype, rows, N, layout, affine, device: torch.device) -> None:
-    x, residual = (tensor((*rows, N), dtype, device, kind) for kind in (layout, data.draw(layouts)))
-    weight = tensor((N,), data.draw(dtypes), device, data.draw(layouts)) if affine else None
-    options = {"eps": data.draw(st.sampled_from([1e-6, 1e-2])), "offset": data.draw(st.sampled_from([0.0, 1.0]))}
-    check("add_rms_norm", (x, residual, weight), options, data)
-
-
-@pytest.mark.kernels
-@few
-@given(data=st.data(), dtype=dtypes, B=st.integers(1, 3), S=st.integers(1, 9), HK=st.integers(1, 3), layout=layouts)
-def test_qk_norm_rope(data, dtype, B, S, HK, layout, device: torch.device) -> None:
-    HQ, R = HK * data.draw(st.integers(1, 4)), 2 * data.draw(st.integers(1, 12))
-    D = R + data.draw(st.integers(0, 7))
-    q, k = tensor((B, HQ, S, D), dtype, device, layout), tensor((B, HK, S, D), dtype, device, data.draw(layouts))
-    q_weight, k_weight = (tensor((D,), data.draw(dtypes), device, data.draw(layouts)) for _ in range(2))
-    cos = tensor((data.draw(st.sampled_from([1, B])), S, R), data.draw(dtypes), device, "contiguous").clamp(-1, 1)
-    sin = cos.flip(-1)
-    options = {
-        "eps": data.draw(st.sampled_from([1e-6, 1e-2])),
-        "offset": data.draw(st.sampled_from([0.0, 1.0])),
-        "interleaved": data.draw(st.booleans()),
-    }
-    check("qk_norm_rope", (q, k, q_weight, k_weight, cos, sin), options, data)
 
 
 @pytest.mark.kernels
