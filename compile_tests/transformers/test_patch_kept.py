@@ -249,6 +249,18 @@ def test_copies_stand_alone_and_stay_patched(way: str):
     assert plain_classes(type(model)(model.config))  # not patched: made anew
 
 
+def test_hidden_states_are_saved_as_plain_tensors():
+    """What a norm's output was made of, of which linear layers make it again, is not saved with it."""
+    model = small_model("Llama").train()
+    patch(model)
+    hidden = model(input_ids=tokens(2, 5), output_hidden_states=True).hidden_states[-1]
+    assert not vars(hidden)
+    file = io.BytesIO()
+    torch.save(hidden, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), hidden)
+
+
 def test_replicas_use_their_own_weights():
     """The replicas are made as by nn.DataParallel."""
 

@@ -1,11 +1,13 @@
 """Linear layers that read a norm's output: it is not kept for them, but made again in the backward pass.
 
-A norm says on its output what it made it of. A function that gives an argument to several linear layers gives it to
-all of them at once: where the argument is a norm's output, that is one operator. It is so in plain eager training. A
-compiler decides itself what it keeps, as does a policy of selective checkpointing, which goes on seeing the products.
+A norm writes down what it made its output of, for as long as the output lives. A function that gives an argument to
+several linear layers gives it to all of them at once: where the argument is a norm's output, that is one operator. It
+is so in plain eager training. A compiler decides itself what it keeps, as does a policy of selective checkpointing,
+which goes on seeing the products.
 """
 
 import ast
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,9 +17,6 @@ from llmk.ops.norm.rms_norm_linear import MOST_LAYERS, linear_of_norm
 from llmk.registry.private.tensors import version_of
 from llmk.transformers.guards import is_plain_linear, recomputes
 from llmk.transformers.rewrite import Edit, Source, argument_names, is_in_place, load, method_called, replace
-
-MADE_OF = "llmk_made_of"
-"""The attribute of a norm's output that says what it was made of."""
 
 
 class MadeOf(NamedTuple):
@@ -30,16 +29,41 @@ class MadeOf(NamedTuple):
     versions: tuple[int | None, int | None]
 
 
+class _Origin(weakref.ref[Tensor]):
+    """What a norm's output was made of, until the output is gone."""
+
+    __slots__ = ("key", "made_of")
+    key: int
+    made_of: MadeOf
+
+
+_ORIGINS: dict[int, _Origin] = {}
+"""The origins of outputs by their ids: an attribute of an output would be saved and sent with it."""
+
+
+def _forget(origin: _Origin) -> None:
+    if _ORIGINS.get(origin.key) is origin:
+        del _ORIGINS[origin.key]
+
+
 def made_of(output: Tensor, input: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
-    """Return a norm's output, which says what it was made of where a backward pass may come."""
+    """Return a norm's output, and write down what it was made of where a backward pass may come."""
     if type(output) is Tensor and recomputes():
-        setattr(output, MADE_OF, MadeOf(input, weight, eps, offset, (version_of(input), version_of(output))))
+        origin = _Origin(output, _forget)
+        origin.key = id(output)
+        origin.made_of = MadeOf(input, weight, eps, offset, (version_of(input), version_of(output)))
+        _ORIGINS[origin.key] = origin
     return output
+
+
+def _origin_of(output: Tensor) -> MadeOf | None:
+    origin = _ORIGINS.get(id(output))
+    return origin.made_of if origin is not None and origin() is output else None
 
 
 def projections(x: Any, *linears: Any) -> list[Any]:
     """What linear layers give for x."""
-    norm = getattr(x, MADE_OF, None) if type(x) is Tensor and recomputes() else None
+    norm = _origin_of(x) if type(x) is Tensor and recomputes() else None
     if norm is None or not _reads_norm(x, norm, linears):
         return [linear(x) for linear in linears]
     outputs: list[Any] = []
