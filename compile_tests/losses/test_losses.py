@@ -1,12 +1,14 @@
 """Promises of every function of `llmk.losses`: one graph, finite gradients, the right errors."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_map
 
 from compile_tests.helpers.breadth import some_of
 from compile_tests.helpers.loss_calls import LOSSES, given, gradients
@@ -32,6 +34,34 @@ def test_one_graph_for_all_sizes(device: torch.device, name: str) -> None:
             torch.testing.assert_close(ours, eager)
         graphs.append(counter.frame_count)
     assert len(set(graphs)) == 1, graphs
+
+
+def _chosen(tensor: Any, sizes: tuple[int, int], index: tuple[Tensor, Tensor]) -> Any:
+    """The tensor at some of its sequences and tokens, which its axes of these sizes are."""
+    if isinstance(tensor, Tensor):
+        for size, places in zip(sizes, index, strict=True):
+            for dim in (dim for dim, other in enumerate(tensor.shape) if other == size):
+                tensor = tensor.index_select(dim, places)
+    return tensor
+
+
+@pytest.mark.parametrize("name", some_of([name for name in LOSSES if name != "dpo_types"], ("kto", "distill_topk")))
+def test_numbers_of_sequences_and_tokens_that_data_decides(device: torch.device, name: str) -> None:
+    """One graph, which does not ask for them. PyTorch's gradient of logsigmoid, which a type of `dpo` takes, asks."""
+    B, S = 6, 11
+    fn, (inputs, others) = LOSSES[name][0], given(name, [S] * B, device)
+
+    def of_those(mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+        pairs, tokens = mask[0, : B // 2].nonzero().squeeze(-1), mask[0].nonzero().squeeze(-1)
+        index = torch.cat([pairs, pairs + B // 2]), tokens
+        args, kwargs = tree_map(lambda x: _chosen(x, (B, S), index), (args, kwargs))
+        return fn(*args, **kwargs)
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = partial(torch.compile(of_those, fullgraph=True, backend="aot_eager"), inputs[2] == inputs[2])
+        for eager, ours in zip(gradients(fn, inputs, others), gradients(compiled, inputs, others), strict=True):
+            torch.testing.assert_close(ours, eager)
 
 
 @pytest.mark.parametrize("name", LOSSES)

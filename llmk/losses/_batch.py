@@ -136,6 +136,8 @@ def denominator_of(value: Tensor | float) -> Tensor | float:
 
     Every mean of `llmk.losses` has this denominator. A part of a step's count, or a sum of weights, may be below 1.
     """
+    if isinstance(value, int):
+        return max(value, 1)
     if not isinstance(value, Tensor):
         return value or 1
     value = value.detach().reshape(())

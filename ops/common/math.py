@@ -164,6 +164,13 @@ def logsumexp_reference(x: Tensor) -> Tensor:
     return (x - largest).logsumexp(-1) + largest.squeeze(-1)
 
 
+def logsumexp_cpu(x: Tensor) -> Tensor:
+    """PyTorch's logsumexp over the last axis, kept. PyTorch's own needs to know whether there are rows."""
+    largest = x.amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest.isinf(), 0.0)
+    return (x - largest).exp().sum(-1, keepdim=True).log() + largest
+
+
 def cap_cpu(x: Tensor, softcap: float) -> Tensor:
     """`cap` in plain PyTorch."""
     return softcap * torch.tanh(x / softcap)

@@ -50,6 +50,7 @@ from llmk.registry import (
     no_gradient,
     public_op,
 )
+from llmk.registry.private.compilers import known
 
 ACTIVATIONS = {None: "none", "silu": "silu", "swish": "silu"}
 MOST_TAPS = 8
@@ -365,7 +366,7 @@ def causal_conv1d(
     Sources: Fu et al., 2022, https://arxiv.org/abs/2212.14052; Gu and Dao, 2023, https://arxiv.org/abs/2312.00752.
     """
     check_dtype("input", input)
-    if input.dim() != 3 or 0 in input.shape[1:]:
+    if input.dim() != 3 or any(known(size == 0) for size in input.shape[1:]):
         raise ValueError(f"input: expected shape [B, D, T] with D and T at least 1, got {tuple(input.shape)}")
     check_filter(weight, bias, activation, input)
     (B, D, T), K = input.shape, weight.shape[1]

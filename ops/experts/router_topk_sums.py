@@ -19,6 +19,7 @@ A program routes a share of a sequence's tokens and adds up in registers; the su
 order: no atomics. The counts have no gradient, nor has the choice.
 """
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops.common.math import logsumexp_cpu
 from llmk.ops.common.rows import as_rows, contiguous
 from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_partials, sum_two_partials
@@ -142,7 +144,7 @@ def _router_topk_sums_fwd(
 ) -> Result:  # fmt: skip
     routing = Routing(top_k, scoring, num_groups, topk_groups, normalize, scale)
     *sequences, T, E = input.shape
-    x, S = as_rows(input), input[..., 0, 0].numel() if T else 0
+    x, S = as_rows(input), math.prod(sequences)
     weights = empty((*sequences, T, top_k), torch.float32, x.device)
     indices = empty((*sequences, T, top_k), torch.int64, x.device)
     shares = grid_cap(cdiv(T, TOKENS), max(1, num_programs(x.device, 16) // max(1, size_hint(S))))
@@ -187,7 +189,7 @@ def _(input, counted, bias, *options) -> Result:
     x = input.float()
     m = torch.ones_like(x[..., :1]) if counted is None else (counted != 0).float().unsqueeze(-1)
     sums = (m * _probabilities_cpu(x, routing.scoring)).sum(-2)
-    squares = (m.squeeze(-1) * x.logsumexp(-1).square()).sum(-1)
+    squares = (m * logsumexp_cpu(x).square()).sum((-1, -2))
     counts = (m * torch.zeros_like(x).scatter(-1, indices, 1.0)).sum(-2).long()
     return weights, sums.contiguous(), squares.contiguous(), indices, counts.contiguous()
 
@@ -197,7 +199,7 @@ def _(grad_weights, grad_sums, grad_squares, input, counted, indices, scoring, n
     x, dp, dz = input.float(), grad_sums.unsqueeze(-2), grad_squares[..., None, None]
     p = _probabilities_cpu(x, scoring)
     of_sums = p * (dp - (p * dp).sum(-1, keepdim=True)) * (1 if scoring == "softmax" else 1 - x.sigmoid())
-    of_sums = of_sums + 2 * dz * x.logsumexp(-1, keepdim=True) * x.softmax(-1)
+    of_sums = of_sums + 2 * dz * logsumexp_cpu(x) * x.softmax(-1)
     if counted is not None:
         of_sums = of_sums.masked_fill(counted.unsqueeze(-1) == 0, 0.0)
     dx = route_backward_cpu(grad_weights, input, indices, scoring, normalize, scale) + of_sums

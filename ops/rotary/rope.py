@@ -153,7 +153,7 @@ def check_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     B, _, S, D = q.shape
     if D > MAX_FEATURES:
         raise ValueError(f"q: expected at most {MAX_FEATURES} features in a head, got {D}")
-    if cos.dim() in (2, 3) and q.shape[1] == cos.shape[-2] != S:
+    if cos.dim() in (2, 3) and cos.shape[-2] != S and q.shape[1] == cos.shape[-2]:
         layout = f"[B, HQ, S, D] with the {cos.shape[-2]} positions of cos"
         raise ValueError(f"q: expected shape {layout}, got {tuple(q.shape)}; transpose(1, 2) swaps S and HQ")
     if k.dim() != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (B, S, D):

@@ -44,12 +44,13 @@ from llmk.registry import (
     split_around_dim,
     wrap_triton,
 )
+from llmk.registry.private.compilers import known
 
 
 def sparsemax_reference(input: Tensor, dim: int = -1) -> Tensor:
     if input.dim() == 0:
         return sparsemax_reference(input.view(1)).view(())
-    if input.numel() == 0:  # an axis of no positions has no maximum
+    if known(input.shape[dim] == 0):  # an axis of no positions has no maximum
         return input.clone()
     z = (input - input.detach().amax(dim, keepdim=True)).movedim(dim, -1)
     ordered = z.sort(dim=-1, descending=True).values

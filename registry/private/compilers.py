@@ -20,6 +20,13 @@ def statically_known_true(condition: Any) -> bool:
     return _required_once("torch.fx.experimental.symbolic_shapes.statically_known_true")(condition)
 
 
+def known(condition: Any) -> bool:
+    """Return a condition on sizes, with a guard on symbolic ones, and False where only data decides it."""
+    if isinstance(condition, torch.SymBool):
+        return _required_once("torch.fx.experimental.symbolic_shapes.guard_or_false")(condition)
+    return condition
+
+
 def settled(value: torch.SymFloat) -> float | None:
     """Return the number behind a symbolic one, with a guard, if a module holds it and it has not changed yet.
 

@@ -23,6 +23,7 @@ Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649, for the diverge
 import torch
 from torch import Tensor
 
+from llmk.ops.common.math import logsumexp_cpu
 from llmk.ops.linear_loss.objectives.preference import log1mexp
 from llmk.ops.loss.divergence_math import divergence_of_cpu
 
@@ -68,7 +69,8 @@ def _distribution(logprobs: Tensor, present: Tensor, tail: Tensor | None) -> Ten
 
 def _what_is_left(logprobs: Tensor, present: Tensor) -> Tensor:
     """Return the log of 1 minus the sum of the probabilities: nothing else is known of a teacher's other classes."""
-    return log1mexp(torch.where(present, logprobs, _LEAST_LOGPROB).clamp(min=_LEAST_LOGPROB).logsumexp(-1))
+    logprobs = torch.where(present, logprobs, _LEAST_LOGPROB).clamp(min=_LEAST_LOGPROB)
+    return log1mexp(logsumexp_cpu(logprobs).squeeze(-1))
 
 
 def _finite(logprobs: Tensor) -> Tensor:
