@@ -3,6 +3,7 @@
 The first five are each of a kind in which a checker easily finds a fault that is none.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def right(
 ) -> None:
     known = {"dtypes": (torch.float32,), "differentiable": tuple(wanted.split())} | fields
     op = record(operator, reference, **known)
-    (IN_TRITON if in_triton else RIGHT)[name] = Op(**(vars(op) | {"name": name}))
+    (IN_TRITON if in_triton else RIGHT)[name] = dataclasses.replace(op, name=name)
 
 
 def broken_by_pytorch(name: str) -> str:
@@ -67,7 +68,8 @@ class RMSNorm(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, *grads):  # type: ignore[override]
+        (grad,) = grads
         x, weight, rstd = ctx.saved_tensors
         grad, xhat = grad.float(), x.float() * rstd
         scaled = grad * weight.float()
@@ -148,7 +150,8 @@ class FlashAttention(Function):
     @custom_bwd(device_type="cpu")
     @custom_bwd(device_type="cuda")
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, *grads):  # type: ignore[override]
+        (grad,) = grads
         q, k, v, out, probs = ctx.saved_tensors
         delta = (grad * out).sum(-1, keepdim=True)
         scores = probs * (grad @ v.mT - delta) * q.shape[-1] ** -0.5
@@ -191,7 +194,8 @@ class Gelu(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, *grads):  # type: ignore[override]
+        (grad,) = grads
         (x,) = ctx.saved_tensors
         cdf, pdf = 0.5 * torch.erfc(-x * 0.5**0.5), torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5
         return grad * (cdf + x * pdf)
@@ -281,67 +285,7 @@ def labelled(device, dtype):
 right("cross_entropy", cross_entropy_loss, F.cross_entropy, "logits", samples=labelled, resized=None)
 
 
-def huber(x: Tensor, y: Tensor, delta: float = 1.0) -> Tensor:
-    apart = (x - y).abs()
-    return torch.where(apart <= delta, 0.5 * apart * apart, delta * (apart - 0.5 * delta)).mean()
-
-
-right("huber", huber, lambda x, y, delta=1.0: F.huber_loss(x, y, delta=delta), "x y", tensors=2)
-
-
-def bce(logits: Tensor, target: Tensor) -> Tensor:
-    return (F.softplus(logits) - logits * target).mean()
-
-
-right("bce", bce, F.binary_cross_entropy_with_logits, "logits", tensors=2)
-
-
-def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    p = log_q.log_softmax(-1)
-    return (p.exp() * (p - log_p.log_softmax(-1))).sum(-1).mean()
-
-
-def reference_kl(log_p, log_q):
-    return F.kl_div(log_p.log_softmax(-1), log_q.log_softmax(-1), log_target=True, reduction="batchmean")
-
-
-right("kl", kl, reference_kl, "log_p log_q", tensors=2)
-
-
 # Rows.
-
-
-class LogSumExp(Function):
-    @staticmethod
-    def forward(ctx, x):
-        largest = x.amax(-1, keepdim=True)
-        out = (x - largest).exp().sum(-1).log() + largest.squeeze(-1)
-        ctx.save_for_backward(x, out)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, out = ctx.saved_tensors
-        return grad.unsqueeze(-1) * (x - out.unsqueeze(-1)).exp()
-
-
-def logsumexp(x: Tensor) -> Tensor:
-    return LogSumExp.apply(x)
-
-
-right("logsumexp", logsumexp, lambda x: x.logsumexp(-1), "x")
-
-
-def online_softmax(x: Tensor) -> Tensor:
-    """Compute the softmax in two blocks of columns, as kernels that stream do: their maxima have no gradient."""
-    first, second = x.tensor_split(2, dim=-1)
-    m1, m2 = first.amax(-1, keepdim=True), second.amax(-1, keepdim=True)
-    m = torch.maximum(m1, m2).detach()
-    total = (first - m).exp().sum(-1, keepdim=True) + (second - m).exp().sum(-1, keepdim=True)
-    return (x - m).exp() / total
-
-
-right("online_softmax", online_softmax, lambda x: x.softmax(-1), "x")
 
 
 def masked_softmax(x: Tensor, mask: Tensor) -> Tensor:
@@ -361,29 +305,6 @@ def reference_masked_softmax(x, mask):
 
 
 right("masked_softmax", masked_softmax, reference_masked_softmax, samples=masked, resized=None)
-
-
-def l2_normalize(x: Tensor) -> Tensor:
-    return x * x.square().sum(-1, keepdim=True).clamp(min=1e-24).rsqrt()
-
-
-right("l2_normalize", l2_normalize, lambda x: F.normalize(x, dim=-1), "x")
-
-
-def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
-    parts = x.reshape(x.shape[0], groups, -1)
-    parts = (parts - parts.mean(-1, keepdim=True)) * (parts.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
-    return parts.reshape(x.shape) * weight[:, None] + bias[:, None]
-
-
-right(
-    "group_norm",
-    group_norm,
-    lambda x, weight, bias, groups: F.group_norm(x, groups, weight, bias),
-    "x weight bias",
-    samples=calls((2, 6, 8), (6,), (6,), more=(3,)),
-    resized=None,
-)
 
 
 # Lookups and orders.
@@ -429,6 +350,7 @@ right("top_k", top_k, lambda x, k: tuple(x.topk(k, -1)), "x", samples=calls((4, 
 
 
 def reversed_cumsum(x: Tensor) -> Tensor:
+    """Sum by a product, in which one NaN is in every sum: a row with NaN may be NaN throughout."""
     return x @ torch.ones(x.shape[-1], x.shape[-1], dtype=x.dtype, device=x.device).tril()
 
 
@@ -462,7 +384,9 @@ def swiglu_backward(ctx, grad):
     return torch.cat([grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid], -1)
 
 
-swiglu.register_autograd(swiglu_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+swiglu.register_autograd(  # type: ignore[attr-defined]
+    swiglu_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 def reference_swiglu(x):
@@ -473,19 +397,6 @@ def reference_swiglu(x):
 right("swiglu", swiglu, reference_swiglu, "x", samples=calls((5, 22)), resized=rows_of(1), in_triton=True)
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-
-
-def reference_rotary(x, cos, sin):
-    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, sin)
-    return torch.view_as_real(turned).flatten(-2)
-
-
-right("rotary", rotary, reference_rotary, "x", samples=calls((2, 3, 5, 8), (5, 4), (5, 4)), resized=None)
-
-
 class DropoutAdd(Function):
     @staticmethod
     def forward(ctx, x, residual, keep, p):
@@ -494,7 +405,8 @@ class DropoutAdd(Function):
         return torch.where(keep, x * ctx.scale, 0.0) + residual
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
+        (grad,) = grads
         (keep,) = ctx.saved_tensors
         return torch.where(keep, grad * ctx.scale, 0.0), grad.clone(), None, None
 
