@@ -4,7 +4,8 @@
 each vendor gets each kernel in bfloat16 as its first sample launches it; sm_90 gets it as the first workload does that
 launches it. With `--build many` each gradient is also wanted alone, every target gets all workloads, and sm_90 and
 sm_86 what all samples launch, and the workloads in every dtype. Launches are those that an operator chooses for the
-target's shared memory; the widest rows are built for each target that has little of it in any case.
+target's shared memory; the widest rows are built for a target that has little of it in any case, with `--build many`
+for each.
 """
 
 import functools
