@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 
 from compile_tests.helpers.field_cheats import IN_TRITON as WRONG_IN_TRITON
 from compile_tests.helpers.field_cheats import WRONG
@@ -13,8 +12,6 @@ from llmk.opcheck import check
 from llmk.opcheck.report.causes import causes
 from llmk.opcheck.report.reports import notes
 from llmk.registry.devices import INTERPRET
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.kernels
