@@ -99,7 +99,7 @@ class KernelOp:
         return self._call(*args)
 
     def _call(self, *args: Any) -> Any:
-        if not is_eager():
+        if torch.compiler.is_dynamo_compiling() or not is_eager():  # Dynamo traces a formula where it compiles autograd
             return self.overload(*args)
         return self._bypass(*args) if self.launch_cache is None else self.launch_cache(self._bypass, args)
 
@@ -342,6 +342,9 @@ def _autograd_function(name: str, run: Callable[..., Any], derivative: Derivativ
         derivative.setup_context(ctx, args, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(derivative.backward)}
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return derivative.backward(ctx, *grads)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(f"{name}_function", (torch.autograd.Function,), methods)
     return bare_apply(function)  # is_eager has looked for torch.func's transforms

@@ -6,14 +6,16 @@ opcheck asks the same on the fast path, in its promises `undefined_gradients`, `
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 
+from compile_tests.helpers.breadth import some_of
 from llmk.accuracy.neighbours import to_float64, with_default_dtype
 from llmk.accuracy.rule import accuracy_violation
 from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare
@@ -116,6 +118,26 @@ def second_derivatives(
     if not penalty.requires_grad:
         return [torch.zeros_like(x) for x in inputs]
     return list(torch.autograd.grad(penalty, inputs, allow_unused=True, materialize_grads=True))
+
+
+DIFFERENTIABLE = [name for name, op in OPS.items() if op.differentiable and name != "rms_norm_linear"]
+"""PyTorch's compiled autograd adds the None of an input's one use to the gradient of another, as `rms_norm_linear` has
+them: it does so with every `autograd.Function`."""
+
+
+@pytest.mark.parametrize("name", some_of(DIFFERENTIABLE, ("rms_norm", "rope", "fused_linear_ce", "sinkhorn")))
+def test_a_compiler_of_autograd_traces_a_formula(name: str) -> None:
+    """PyTorch's compiled autograd takes what was called in eager mode."""
+    op, sample = OPS[name], samples(OPS[name], 1)[0]
+    torch._dynamo.reset()
+    compiler, found = partial(torch.compile, backend="eager"), []
+    for compiled in (False, True):
+        args, kwargs, tensors = prepare(op, sample, differentiable_inputs(op, sample))
+        loss = sum(y.double().sin().sum() for y in as_list(op.overload(*args, **kwargs)) if y.requires_grad)
+        with compiled_autograd._enable(compiler) if compiled else nullcontext():
+            loss.backward()
+        found.append([tensors[name].grad for name in differentiable_inputs(op, sample)])
+    torch.testing.assert_close(*found)
 
 
 def in_another_thread(fn: Callable[[], Any]) -> Any:
