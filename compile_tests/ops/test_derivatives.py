@@ -120,12 +120,12 @@ def second_derivatives(
     return list(torch.autograd.grad(penalty, inputs, allow_unused=True, materialize_grads=True))
 
 
-DIFFERENTIABLE = [name for name, op in OPS.items() if op.differentiable and name != "rms_norm_linear"]
-"""PyTorch's compiled autograd adds the None of an input's one use to the gradient of another, as `rms_norm_linear` has
-them: it does so with every `autograd.Function`."""
+DIFFERENTIABLE = [name for name, op in OPS.items() if op.differentiable]
 
 
-@pytest.mark.parametrize("name", some_of(DIFFERENTIABLE, ("rms_norm", "rope", "fused_linear_ce", "sinkhorn")))
+@pytest.mark.parametrize(
+    "name", some_of(DIFFERENTIABLE, ("rms_norm", "rms_norm_linear", "rope", "fused_linear_ce", "sinkhorn"))
+)
 def test_a_compiler_of_autograd_traces_a_formula(name: str) -> None:
     """PyTorch's compiled autograd takes what was called in eager mode."""
     op, sample = OPS[name], samples(OPS[name], 1)[0]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 transformers = pytest.importorskip("transformers")
 
@@ -259,6 +260,21 @@ def test_hidden_states_are_saved_as_plain_tensors():
     torch.save(hidden, file)
     file.seek(0)
     assert torch.equal(torch.load(file), hidden)
+
+
+def test_gradients_of_inputs_before_those_of_weights():
+    """A pipeline's schedule without bubbles makes them in two passes over the graph."""
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        tensors = [torch.ones(2, 5, model.config.hidden_size, requires_grad=True), *model.parameters()]
+        output = model(inputs_embeds=tensors[0].cos()).last_hidden_state
+        incoming = torch.linspace(-1, 1, output.numel()).view_as(output)
+        (first, *_), groups = stage_backward_input([output], [incoming], tensors[:1], iter(tensors[1:]))
+        stage_backward_weight(iter(tensors[1:]), groups)
+        return [first, *(p.grad for p in tensors[1:] if p.grad is not None)]
+
+    patched, plain = (model.model for model in pair())
+    torch.testing.assert_close(gradients(patched), gradients(plain))
 
 
 def test_replicas_use_their_own_weights():

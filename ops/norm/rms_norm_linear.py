@@ -287,7 +287,12 @@ def linear_of_norm(
     normed: Tensor, input: Tensor, weight: Tensor | None, eps: float, offset: float, first: Tensor,
     second: Tensor | None, third: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Linear layers of `normed`, which is the norm of `input` and is made of it again in the backward pass."""
+    """Linear layers of `normed`, which is the norm of `input` and is made of it again in the backward pass.
+
+    Gradients come to input and weight through the norm. To autograd they are constants here: who cuts a graph between
+    inputs and weights, as schedules of pipelines do, would take this use for a way to the norm's weight.
+    """
+    input, weight = input.detach(), weight if weight is None else weight.detach()
     dtype = autocast_dtype(input.device)
     if dtype is not None:
         normed, first = normed.to(dtype), first.to(dtype)
