@@ -7,11 +7,11 @@ which goes on seeing the products.
 """
 
 import ast
-import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from llmk.ops.norm.rms_norm_linear import MOST_LAYERS, linear_of_norm
 from llmk.registry.private.tensors import version_of
@@ -29,41 +29,20 @@ class MadeOf(NamedTuple):
     versions: tuple[int | None, int | None]
 
 
-class _Origin(weakref.ref[Tensor]):
-    """What a norm's output was made of, until the output is gone."""
-
-    __slots__ = ("key", "made_of")
-    key: int
-    made_of: MadeOf
-
-
-_ORIGINS: dict[int, _Origin] = {}
-"""The origins of outputs by their ids: an attribute of an output would be saved and sent with it."""
-
-
-def _forget(origin: _Origin) -> None:
-    if _ORIGINS.get(origin.key) is origin:
-        del _ORIGINS[origin.key]
+_ORIGINS = WeakTensorKeyDictionary()
+"""The origins of outputs, as long as these live: an attribute of an output would be saved and sent with it."""
 
 
 def made_of(output: Tensor, input: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
     """Return a norm's output, and write down what it was made of where a backward pass may come."""
     if type(output) is Tensor and recomputes():
-        origin = _Origin(output, _forget)
-        origin.key = id(output)
-        origin.made_of = MadeOf(input, weight, eps, offset, (version_of(input), version_of(output)))
-        _ORIGINS[origin.key] = origin
+        _ORIGINS[output] = MadeOf(input, weight, eps, offset, (version_of(input), version_of(output)))
     return output
-
-
-def _origin_of(output: Tensor) -> MadeOf | None:
-    origin = _ORIGINS.get(id(output))
-    return origin.made_of if origin is not None and origin() is output else None
 
 
 def projections(x: Any, *linears: Any) -> list[Any]:
     """What linear layers give for x."""
-    norm = _origin_of(x) if type(x) is Tensor and recomputes() else None
+    norm = _ORIGINS.get(x) if type(x) is Tensor and recomputes() else None
     if norm is None or not _reads_norm(x, norm, linears):
         return [linear(x) for linear in linears]
     outputs: list[Any] = []
