@@ -9,19 +9,21 @@ places i of rows and j of columns in their block or chunk, and so serve both.
 import triton.language as tl
 
 from llmk.ops.common.math import exp
-from llmk.ops.recurrence._chunk_kernels import (
+from llmk.ops.recurrence._chunk_backward_kernels import (
     _decayed,
+    _states_products,
+    _store_symmetric,
+    _values_products,
+    _whole_gradient,
+)
+from llmk.ops.recurrence._chunk_kernels import (
     _index,
     _load,
     _load_tokens,
     _product,
     _same_sequence,
-    _states_products,
     _store,
-    _store_symmetric,
     _sums_of,
-    _values_products,
-    _whole_gradient,
 )
 from llmk.registry import jit
 

@@ -1,7 +1,7 @@
-"""The recurrence in chunks, in Triton; the package's docstring has the formulas, and names are theirs.
+"""The recurrence in chunks, in Triton: the forward pass, and what both passes need.
 
-The forward pass has three kernels, of which the backward pass runs two again. A cast accumulator is never transposed
-for a product, which some releases of Triton compute wrongly on Hopper: it is stored, and loaded by its strides.
+The package's docstring has the formulas, and names are theirs. A cast accumulator is never transposed for a product,
+which some releases of Triton compute wrongly on Hopper: it is stored, and loaded by its strides.
 """
 
 import triton.language as tl
@@ -45,14 +45,6 @@ def _store(ptr, values, rows, cols, M, N, stride):
 
 
 @jit
-def _store_symmetric(ptr, lower, t, C: tl.constexpr):
-    """Store L + L^T of a matrix that is 0 on the diagonal and above."""
-    values = lower.to(ptr.dtype.element_ty)
-    tl.store(ptr + t[:, None] * C + t[None, :], values, mask=t[:, None] >= t[None, :])
-    tl.store(ptr + t[None, :] * C + t[:, None], values, mask=t[:, None] > t[None, :])
-
-
-@jit
 def _load_tokens(ptr, rows, T, stride):
     """One number of each token, 0 past the last."""
     return tl.load(ptr + rows * stride, mask=rows < T, other=0.0).to(tl.float32)
@@ -62,12 +54,6 @@ def _load_tokens(ptr, rows, T, stride):
 def _index(index_ptr, row, T):
     """The sequence index of a token; that of the first before it, of the last past it."""
     return tl.load(index_ptr + tl.minimum(tl.maximum(row, 0), T - 1))
-
-
-@jit
-def _decayed(x, d):
-    """x times decays; where one is 0, as between two sequences, it does not matter what x is."""
-    return tl.where(d == 0.0, 0.0, x * d)
 
 
 @jit
@@ -368,233 +354,9 @@ def chunk_outputs_kernel(
 
 
 @jit
-def chunk_states_backward_kernel(
-    do_ptr, dfinal_ptr, q_ptr, k_ptr, ends_ptr, beta_ptr, start_ptr, end_ptr, whole_ptr, scores_ptr, inverse_ptr,
-    states_ptr, rests_ptr, dstates_ptr, dwhole_ptr, dr_ptr, dv_ptr, dinitial_ptr, scale,
-    T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """The state's gradient from the last chunk to the first, of one block of columns, dR and dV."""
-    scale = tl.cast(scale, tl.float32)
-    blocks = tl.cdiv(V, BLOCK_V)
-    row, block = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks
-    b, h = row // H, row % H
-    q_ptr += (b * T * HK + h // (H // HK)) * K
-    k_ptr += (b * T * HK + h // (H // HK)) * K
-    if ends_ptr is not None:
-        ends_ptr += (b * T * HK + h // (H // HK)) * K
-    values = (b * T * H + h) * V
-    t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
-    undecayed = tl.full((C,), 1.0, dtype=tl.float32)  # queries and keys have d and e of their channels in them
-    dstate = _load(dfinal_ptr + row * K * V, keys, cols, K, V, V)
-    for step in range(0, N):
-        chunk = tl.cast(N - 1 - step, tl.int64)
-        rows, matrix = chunk * C + t, (row * N + chunk) * C * C
-        stored_ptr = dstates_ptr + (row * N + chunk) * K * V
-        _store(stored_ptr, dstate, keys, cols, K, V, V)
-        state = _load(states_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V).to(tl.float32)
-        if rests_ptr is not None:
-            state = _with_rest(state, _load(rests_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V))
-        dwhole_ptrs = dwhole_ptr + ((row * N + chunk) * blocks + block) * K + keys
-        tl.store(dwhole_ptrs, tl.sum(state * dstate, axis=1), mask=keys < K)
-        tokens = (row * N + chunk) * C
-        if whole_ptr is not None:
-            d, e, whole = undecayed, undecayed, _column(whole_ptr + (row * N + chunk) * K, keys, K)
-        else:
-            d, e, whole = (
-                tl.load(start_ptr + tokens + t),
-                tl.load(end_ptr + tokens + t),
-                tl.load(start_ptr + tokens + C - 1),
-            )
-        do = _load(do_ptr + values, rows, cols, T, V, H * V)
-        k = _load(k_ptr, rows, keys, T, K, HK * K)
-        if ends_ptr is not None:
-            ends = _load(ends_ptr, rows, keys, T, K, HK * K)
-            dr = _times_state(ends, ends_ptr, dstate, stored_ptr, rows, cols, T, K, V, HK * K, PART)
-        else:
-            dr = _times_state(k, k_ptr, dstate, stored_ptr, rows, cols, T, K, V, HK * K, PART)
-        dr *= e[:, None]
-        dr += _product(_load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
-        qt = _load_transposed(q_ptr, rows, keys, T, K, HK * K)
-        dstate = whole * dstate + _product(qt, ((scale * d)[:, None] * do).to(k_ptr.dtype.element_ty))
-        if beta_ptr is not None:
-            beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-            inverse_t = _load_transposed(inverse_ptr + matrix, t, t, C, C, C)
-            dr = _product(inverse_t, dr.to(k_ptr.dtype.element_ty))
-            _store(dr_ptr + values, dr, rows, cols, T, V, H * V)
-            if ends_ptr is not None:
-                kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
-            else:
-                kt = _transposed(k, k_ptr, rows, keys, T, K, HK * K, PART)
-            dstate -= _product(kt, ((beta * d)[:, None] * dr).to(k_ptr.dtype.element_ty))
-            dr *= beta[:, None]
-        _store(dv_ptr + values, dr, rows, cols, T, V, H * V)
-    if dinitial_ptr is not None:
-        _store(dinitial_ptr + row * K * V, dstate, keys, cols, K, V, V)
-
-
-@jit
-def _values_products(
-    do_ptr, u_ptr, dr_ptr, v_ptr, values, rows, T, V, H, C: tl.constexpr, BLOCK_V: tl.constexpr
-):  # fmt: skip
-    """dO U^T and dR U^T, `[C, C]`, and the products of the rows of dR and V, `[C]`."""
-    from_out = tl.zeros((C, C), dtype=tl.float32)
-    from_r = tl.zeros((C, C), dtype=tl.float32)
-    dr_v = tl.zeros((C,), dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        cols = start + tl.arange(0, BLOCK_V)
-        ut = tl.trans(_load(u_ptr + values, rows, cols, T, V, H * V))
-        from_out += _product(_load(do_ptr + values, rows, cols, T, V, H * V), ut)
-        if dr_ptr is not None:
-            dr = _load(dr_ptr + values, rows, cols, T, V, H * V)
-            from_r += _product(dr, ut)
-            dr_v += tl.sum(dr.to(tl.float32) * _load(v_ptr + values, rows, cols, T, V, H * V).to(tl.float32), axis=1)
-    return from_out, from_r, dr_v
-
-
-@jit
-def chunk_scores_backward_kernel(
-    do_ptr, q_ptr, k_ptr, v_ptr, u_ptr, dr_ptr, g_ptr, beta_ptr, index_ptr,
-    dscores_ptr, dkk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V,
-    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """The gradients of Q K^T and K K^T in one chunk, and what comes through these to g and beta."""
-    chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
-    b, h = row // H, row % H
-    q_ptr += (b * T * HK + h // (H // HK)) * K
-    k_ptr += (b * T * HK + h // (H // HK)) * K
-    values = (b * T * H + h) * V
-    if index_ptr is not None:
-        index_ptr += b * T
-    t = tl.arange(0, C)
-    rows = chunk * C + t
-    from_out, from_r, dr_v = _values_products(do_ptr, u_ptr, dr_ptr, v_ptr, values, rows, T, V, H, C, BLOCK_V)
-    coarse, fine = _sums_from_start(_load_tokens(g_ptr + b * T * H + h, rows, T, H))
-    d, pairs = _between(coarse, fine), _same_sequence(index_ptr, rows, T, t[:, None] >= t[None, :])
-    dscores = tl.where(pairs, from_out * d, 0.0) * tl.cast(scale, tl.float32)
-    matrix = (row * N + chunk) * C * C
-    _store(dscores_ptr + matrix, dscores, t, t, C, C, C)
-    da = tl.where(pairs & (t[:, None] > t[None, :]), -from_r * d, 0.0)
-    qk, kk = _keys_products(q_ptr, k_ptr, rows, T, K, HK, beta_ptr is not None, C, BLOCK_K)
-    between = dscores * qk
-    if beta_ptr is not None:
-        tl.store(dbeta_ptr + (b * T + rows) * H + h, dr_v + tl.sum(da * kk, axis=1), mask=rows < T)
-        da *= _load_tokens(beta_ptr + b * T * H + h, rows, T, H)[:, None]
-        _store_symmetric(dkk_ptr + matrix, da, t, C)
-        between += da * kk
-    below = t[:, None] > t[None, :]
-    until = tl.cumsum(tl.where(below, between, 0.0), axis=1)  # [i, s]: of all j <= s
-    spans = tl.sum(tl.where(below, until, 0.0), axis=0)  # [s]: of those with j <= s < i, the gradient of g at s + 1
-    last = t == C - 1
-    following = tl.where(last, chunk * C, rows + 1)
-    tl.store(dg_ptr + (b * T + following) * H + h, tl.where(last, 0.0, spans), mask=following < T)
-
-
-@jit
-def _states_products(
-    do_ptr, u_ptr, dr_ptr, state_ptr, dstate_ptr, values, rows, keys, T, H, K, V,
-    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """dO S^T, dR S^T and U dS'^T of a block of keys."""
-    from_out = tl.zeros((C, BLOCK_K), dtype=tl.float32)
-    from_r = tl.zeros((C, BLOCK_K), dtype=tl.float32)
-    from_end = tl.zeros((C, BLOCK_K), dtype=tl.float32)
-    for first in range(0, V, BLOCK_V):
-        cols = first + tl.arange(0, BLOCK_V)
-        begin = _load_transposed(state_ptr, keys, cols, K, V, V)
-        end = _load_transposed(dstate_ptr, keys, cols, K, V, V)
-        from_out += _product(_load(do_ptr + values, rows, cols, T, V, H * V), begin)
-        from_end += _product(_load(u_ptr + values, rows, cols, T, V, H * V), end)
-        if dr_ptr is not None:
-            from_r += _product(_load(dr_ptr + values, rows, cols, T, V, H * V), begin)
-    return from_out, from_r, from_end
-
-
-@jit
-def _whole_gradient(dwhole_ptr, keys, blocks, K):
-    """The rows of S . dS', whose blocks of columns are summed apart."""
-    total = tl.zeros(keys.shape, dtype=tl.float32)
-    for block in range(0, blocks):
-        total += tl.load(dwhole_ptr + block * K + keys, mask=keys < K, other=0.0)
-    return total
-
-
-@jit
-def chunk_keys_backward_kernel(
-    do_ptr, q_ptr, k_ptr, u_ptr, dr_ptr, beta_ptr, start_ptr, end_ptr, states_ptr, dstates_ptr, dwhole_ptr, dscores_ptr,
-    dkk_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, tokens, value_blocks,
-    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """The gradients of a block of the channels of q and k in one chunk, for one value head, and that block's parts of
-    those of g and beta `[blocks, tokens]`.
-
-    A program that went on to the other value heads of the key head, to add theirs, would hold addresses of all in
-    registers: on an H200 it takes longer by more than the addition costs.
-    """
-    scale = tl.cast(scale, tl.float32)
-    blocks = tl.cdiv(K, BLOCK_K)
-    block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
-    chunk, row = place % N, place // N
-    b, h = row // H, row % H
-    q_ptr += (b * T * HK + h // (H // HK)) * K
-    k_ptr += (b * T * HK + h // (H // HK)) * K
-    values, heads, matrix, state = (b * T * H + h) * V, (b * T * H + h) * K, place * C * C, place * K * V
-    t, keys = tl.arange(0, C), block * BLOCK_K + tl.arange(0, BLOCK_K)
-    rows = chunk * C + t
-    from_out, from_r, from_end = _states_products(
-        do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
-        C, BLOCK_K, BLOCK_V,
-    )  # fmt: skip
-    d, e = tl.load(start_ptr + place * C + t), tl.load(end_ptr + place * C + t)
-    # What decays to nothing, as between two sequences, may have overflowed.
-    from_out = tl.where((d == 0.0)[:, None], 0.0, from_out)
-    from_r = tl.where((d == 0.0)[:, None], 0.0, from_r)
-    from_end = tl.where((e == 0.0)[:, None], 0.0, from_end)
-    q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
-    from_start = scale * d * tl.sum(q.to(tl.float32) * from_out, axis=1)
-    to_end = e * tl.sum(k.to(tl.float32) * from_end, axis=1)
-    dscores = _load(dscores_ptr + matrix, t, t, C, C, C)
-    dq = (scale * d)[:, None] * from_out
-    dq += _product(dscores, k)
-    _store(dq_ptr + heads, dq, rows, keys, T, K, H * K)
-    dk = e[:, None] * from_end
-    dk += _product(tl.trans(dscores), q)
-    part = block * tl.cast(tokens, tl.int64) + (b * T + rows) * H + h
-    if beta_ptr is not None:
-        beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-        predicted = d * tl.sum(k.to(tl.float32) * from_r, axis=1)
-        from_start -= beta * predicted
-        tl.store(dbeta_ptr + part, -predicted, mask=rows < T)
-        dk -= (beta * d)[:, None] * from_r
-        dk += _product(_load(dkk_ptr + matrix, t, t, C, C, C), k)
-    _store(dk_ptr + heads, dk, rows, keys, T, K, H * K)
-    whole = tl.sum(_whole_gradient(dwhole_ptr + place * value_blocks * K, keys, value_blocks, K), axis=0)
-    earlier = t[:, None] < t[None, :]
-    dg = tl.cumsum(from_start, axis=0, reverse=True)
-    dg += tl.sum(tl.where(earlier, to_end[:, None], 0.0), axis=0)
-    dg += _decayed(whole, tl.load(start_ptr + place * C + C - 1))
-    tl.store(dg_ptr + part, dg, mask=rows < T)
-
-
-@jit
 def l2_norm_kernel(x_ptr, y_ptr, M, K, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_K)
     x = _load(x_ptr, rows, cols, M, K, K).to(tl.float32)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) + tl.cast(eps, tl.float32)))
     _store(y_ptr, x * rstd[:, None], rows, cols, M, K, K)
-
-
-@jit
-def sum_heads_kernel(grad_ptr, x_ptr, dx_ptr, M, K, GROUP, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The gradient of queries or keys from those of their value heads, through their L2 norm where x is given."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, BLOCK_K)
-    dx = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
-    for head in range(0, GROUP):
-        dx += _load(grad_ptr + head * K, rows, cols, M, K, GROUP * K)
-    if x_ptr is not None:
-        x = _load(x_ptr, rows, cols, M, K, K).to(tl.float32)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) + tl.cast(eps, tl.float32)))[:, None]
-        n = x * rstd
-        dx = rstd * (dx - n * tl.sum(n * dx, axis=1)[:, None])
-    _store(dx_ptr, dx, rows, cols, M, K, K)

@@ -15,16 +15,18 @@ from llmk.ops.recurrence._channel_kernels import (
     channel_scores_backward_kernel,
     channel_scores_kernel,
 )
+from llmk.ops.recurrence._chunk_backward_kernels import (
+    chunk_keys_backward_kernel,
+    chunk_scores_backward_kernel,
+    chunk_states_backward_kernel,
+    sum_heads_kernel,
+)
 from llmk.ops.recurrence._chunk_kernels import (
     chunk_inverse_kernel,
-    chunk_keys_backward_kernel,
     chunk_outputs_kernel,
-    chunk_scores_backward_kernel,
     chunk_scores_kernel,
-    chunk_states_backward_kernel,
     chunk_states_kernel,
     l2_norm_kernel,
-    sum_heads_kernel,
 )
 from llmk.ops.recurrence._chunks import L2_EPS, Call, chunk_size, sequence_indices
 from llmk.registry import cdiv, empty, next_power_of_2, num_programs, shared_memory, wrap_triton
