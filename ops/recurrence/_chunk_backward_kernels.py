@@ -9,6 +9,7 @@ from llmk.ops.recurrence._chunk_kernels import (
     _load,
     _load_tokens,
     _load_transposed,
+    _plus_product,
     _product,
     _same_sequence,
     _store,
@@ -80,9 +81,9 @@ def chunk_states_backward_kernel(
         else:
             dr = _times_state(k, k_ptr, dstate, stored_ptr, rows, cols, T, K, V, HK * K, PART)
         dr *= e[:, None]
-        dr += _product(_load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
+        dr = _plus_product(dr, _load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
         qt = _load_transposed(q_ptr, rows, keys, T, K, HK * K)
-        dstate = whole * dstate + _product(qt, ((scale * d)[:, None] * do).to(k_ptr.dtype.element_ty))
+        dstate = _plus_product(whole * dstate, qt, ((scale * d)[:, None] * do).to(k_ptr.dtype.element_ty))
         if beta_ptr is not None:
             beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
             inverse_t = _load_transposed(inverse_ptr + matrix, t, t, C, C, C)

@@ -1,6 +1,7 @@
-"""The walk that makes outputs too: the tiles of which ptxas makes wrong code for sm_90, and that no plan has them."""
+"""The walks: tiles of which ptxas makes wrong code for sm_90, that no plan has them, and what is added to a state."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import triton
 from compile_tests.helpers import aot
 from compile_tests.helpers.uniform_registers import undefined_descriptors
 from compile_tests.helpers.walks import forward_walk, makes_outputs
+from llmk.registry import OPS
 from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import Launch
 from llmk.registry.private.tensors import FakeTensorMode
@@ -46,3 +48,23 @@ def test_no_plan_of_sm_90_makes_outputs_without_a_correction_of_one_step() -> No
         walk = forward_walk("sm_90", K, V, corrected=False)
         assert makes_outputs(walk)
         assert walk.kwargs["num_stages"] > 1 or walk.kwargs["PART"] > 0, aot.describe(walk)
+
+
+def _chunks(launch: Launch) -> int:
+    return dict(zip(launch.kernel.arg_names, launch.args, strict=False)).get("N", 0)
+
+
+@pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled")
+@pytest.mark.parametrize("name", ["gated_delta_rule", "gated_linear_attention"])
+def test_a_float32_product_begins_with_zero(name: str) -> None:
+    """One that began with the state would round each term to the state's last place, which the interpreter does not."""
+    launches = sorted(aot.every_launch(OPS[name], torch.float32, workloads=False, alone=False), key=_chunks)
+    walks = {launch.kernel: launch for launch in launches if "_states_" in launch.kernel.__name__}
+    assert len(walks) == 2
+    for walk in walks.values():
+        with FakeTensorMode():
+            code = aot.compile_for(walk, aot.TARGETS["sm_90"]).asm["ttir"]
+        first = dict(re.findall(r"(%\w+) = (%cst\w*)[,)]", code))  # what sums begin with that loops carry
+        begins = re.findall(r"tt\.dot %\w+, %\w+, (%\w+)", code)
+        assert begins
+        assert all(first.get(begin, begin).startswith("%cst") for begin in begins), aot.describe(walk)
