@@ -8,7 +8,7 @@ places i of rows and j of columns in their block or chunk, and so serve both.
 
 import triton.language as tl
 
-from llmk.ops.common.math import exp
+from llmk.ops.common.math import exp, exp_of_decay
 from llmk.ops.recurrence._chunk_backward_kernels import (
     _decayed,
     _states_products,
@@ -198,7 +198,7 @@ def channel_decays_kernel(
     rows = chunk * C + t
     q, k = _load(q_ptr, rows, cols, T, K, HK * K), _load(k_ptr, rows, cols, T, K, HK * K)
     g = _log_decays(_load(g_ptr + channels, rows, cols, T, K, H * K))
-    d = exp(_sums_of(t[:, None] >= t[None, :], g, 3, q.dtype))
+    d = exp_of_decay(_sums_of(t[:, None] >= t[None, :], g, 3, q.dtype))
     e = exp(_sums_of(t[:, None] < t[None, :], g, 3, q.dtype))
     if index_ptr is not None:
         d = tl.where(_same_as(index_ptr, rows, chunk * C - 1, T)[:, None], d, 0.0)

@@ -9,10 +9,12 @@ from llmk.ops.recurrence._chunk_kernels import (
     _load,
     _load_tokens,
     _load_transposed,
+    _next_state,
     _plus_product,
     _product,
     _same_sequence,
     _store,
+    _sum_and_rest,
     _sums_from_start,
     _times_state,
     _transposed,
@@ -54,6 +56,7 @@ def chunk_states_backward_kernel(
     t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     undecayed = tl.full((C,), 1.0, dtype=tl.float32)  # queries and keys have d and e of their channels in them
     dstate = _load(dfinal_ptr + row * K * V, keys, cols, K, V, V)
+    rest = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
     for step in range(0, N):
         chunk = tl.cast(N - 1 - step, tl.int64)
         rows, matrix = chunk * C + t, (row * N + chunk) * C * C
@@ -83,7 +86,8 @@ def chunk_states_backward_kernel(
         dr *= e[:, None]
         dr = _plus_product(dr, _load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
         qt = _load_transposed(q_ptr, rows, keys, T, K, HK * K)
-        dstate = _plus_product(whole * dstate, qt, ((scale * d)[:, None] * do).to(k_ptr.dtype.element_ty))
+        decayed_do = ((scale * d)[:, None] * do).to(k_ptr.dtype.element_ty)
+        dstate, rest = _next_state(dstate, rest, whole, qt, decayed_do)
         if beta_ptr is not None:
             beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
             inverse_t = _load_transposed(inverse_ptr + matrix, t, t, C, C, C)
@@ -93,7 +97,11 @@ def chunk_states_backward_kernel(
                 kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
             else:
                 kt = _transposed(k, k_ptr, rows, keys, T, K, HK * K, PART)
-            dstate -= _product(kt, ((beta * d)[:, None] * dr).to(k_ptr.dtype.element_ty))
+            through_r = _product(kt, ((beta * d)[:, None] * dr).to(k_ptr.dtype.element_ty))
+            if k_ptr.dtype.element_ty == tl.float32:
+                dstate, rest = _sum_and_rest(dstate, rest - through_r)
+            else:
+                dstate -= through_r
             dr *= beta[:, None]
         _store(dv_ptr + values, dr, rows, cols, T, V, H * V)
     if dinitial_ptr is not None:

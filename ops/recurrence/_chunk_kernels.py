@@ -6,7 +6,7 @@ which some releases of Triton compute wrongly on Hopper: it is stored, and loade
 
 import triton.language as tl
 
-from llmk.ops.common.math import exp
+from llmk.ops.common.math import exp, exp_of_decay
 from llmk.registry import jit
 from llmk.registry.devices import INTERPRET
 
@@ -32,6 +32,30 @@ def _plus_product(x, a, b):
     would be five times as large. It leaves a difference alone.
     """
     return x - _product(a, -b) if b.dtype == tl.float32 else x + _product(a, b)
+
+
+@jit
+def _sum_and_rest(x, y):
+    """X + Y in float32, and what its rounding leaves."""
+    total = x + y
+    back = total - x
+    return total, (x - (total - back)) + (y - back)
+
+
+@jit
+def _next_state(state, rest, whole, a, b):
+    """whole * S + A B, and what its rounding leaves.
+
+    A float32 state takes the rest into the next chunk: otherwise its error would grow with the number of chunks, of
+    which PyTorch's composition has half as many. Beside products of 16 bits the rest stays 0.
+    """
+    if b.dtype == tl.float32:
+        decayed = tl.fma(whole, state, 0.0)  # a product may not be rounded before it is added
+        rest = whole * rest + tl.fma(whole, state, -decayed)
+        state, rest = _sum_and_rest(decayed, _plus_product(rest, a, b))
+    else:
+        state = whole * state + _product(a, b)
+    return state, rest
 
 
 @jit
@@ -116,7 +140,7 @@ def _same_sequence(index_ptr, rows, T, pairs):
 @jit
 def _from_start(coarse, fine, index_ptr, rows, chunk, T, C: tl.constexpr):
     """d."""
-    d = exp(coarse + fine)
+    d = exp_of_decay(coarse + fine)
     if index_ptr is not None:
         d = tl.where(_index(index_ptr, rows, T) == _index(index_ptr, chunk * C - 1, T), d, 0.0)
     return d
@@ -294,6 +318,7 @@ def chunk_states_kernel(
     t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     undecayed = tl.full((C,), 1.0, dtype=tl.float32)  # queries and keys have d and e of their channels in them
     state = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
+    rest = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
     if initial_ptr is not None:
         state += _load(initial_ptr + row * K * V, keys, cols, K, V, V)
     for step in range(0, N):
@@ -301,8 +326,8 @@ def chunk_states_kernel(
         rows, matrix = chunk * C + t, (row * N + chunk) * C * C
         stored_ptr = None
         if rests_ptr is not None:
-            rest = _rest(state, states_ptr.dtype.element_ty, rests_ptr.dtype.element_ty)
-            _store(rests_ptr + (row * N + chunk) * K * V, rest, keys, cols, K, V, V)
+            left = _rest(state, states_ptr.dtype.element_ty, rests_ptr.dtype.element_ty)
+            _store(rests_ptr + (row * N + chunk) * K * V, left, keys, cols, K, V, V)
         if states_ptr is not None:
             stored_ptr = states_ptr + (row * N + chunk) * K * V
             _store(stored_ptr, state, keys, cols, K, V, V)
@@ -332,7 +357,7 @@ def chunk_states_kernel(
             kt = _load_transposed(ends_ptr, rows, keys, T, K, HK * K)
         else:
             kt = _transposed(k, k_ptr, rows, keys, T, K, HK * K, PART)
-        state = _plus_product(whole * state, kt, (e[:, None] * wide).to(k_ptr.dtype.element_ty))
+        state, rest = _next_state(state, rest, whole, kt, (e[:, None] * wide).to(k_ptr.dtype.element_ty))
     if final_ptr is not None:
         _store(final_ptr + row * K * V, state, keys, cols, K, V, V)
 

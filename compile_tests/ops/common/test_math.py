@@ -7,8 +7,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from llmk.accuracy.rule import unit_in_last_place
 from llmk.opcheck import path_taken
-from llmk.ops.common.math import exp, expm1, log1p, softplus, tanh
+from llmk.ops.common.math import exp, exp_of_decay, expm1, log1p, softplus, tanh
 from llmk.registry import jit
 from llmk.registry.devices import INTERPRET
 
@@ -21,6 +22,8 @@ def function_kernel(x_ptr, y_ptr, N, FUNCTION: tl.constexpr, BLOCK_N: tl.constex
     x = tl.load(x_ptr + cols, mask=cols < N, other=0.0)
     if FUNCTION == "exp":
         y = exp(x)
+    elif FUNCTION == "exp_of_decay":
+        y = exp_of_decay(x)
     elif FUNCTION == "expm1":
         y = expm1(x)
     elif FUNCTION == "log1p":
@@ -64,3 +67,22 @@ def test_a_function_is_good_to_its_last_places(
 def exact_value(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Compute in float64; PyTorch's softplus is x itself from 20 on and cancels nowhere else."""
     return torch.logaddexp(x, torch.zeros_like(x)) if function is torch.nn.functional.softplus else function(x)
+
+
+@pytest.mark.kernels
+def test_a_decay_is_neither_too_large_nor_too_small_on_average(device: torch.device) -> None:
+    if path_taken(device) == "reference":
+        pytest.skip("no kernel runs on a CPU, but in the interpreter")
+    generator = torch.Generator().manual_seed(0)
+    x = -torch.exp2(torch.rand(20_000, generator=generator) * 20 - 14)
+    x = torch.cat([x, torch.tensor([0.0, -float("inf"), -200.0, float("nan")])]).to(device)
+    y = torch.empty_like(x)
+    function_kernel[(-(-x.numel() // 1024),)](x, y, x.numel(), FUNCTION="exp_of_decay", BLOCK_N=1024)
+    *_, one, infinite, far, nan = y.tolist()
+    assert (one, infinite, far) == (1.0, 0.0, 0.0)
+    assert nan != nan
+    exact = x[:-4].double().exp()
+    units = (y[:-4] - exact) / unit_in_last_place(exact, torch.float32)
+    assert units.abs().max() <= 1.2
+    for strength in ((x[:-4] > -0.01), (x[:-4] <= -0.01) & (x[:-4] > -1), x[:-4] <= -1):
+        assert units[strength].mean().abs() < 0.05
