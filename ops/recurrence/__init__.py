@@ -96,9 +96,13 @@ and block of V, with S in registers, and makes U, and O where these programs fil
 stores each chunk's S and U, goes back from chunk to chunk in `chunk_states_backward_kernel`, and makes M and N + N^T of
 each chunk in `chunk_scores_backward_kernel`. In `chunk_keys_backward_kernel` a program makes the gradients of q and k
 for one block of channels: a loop over the blocks would hold addresses of M and N in registers, and half as many
-programs would run at once. Parts of the gradients of g and beta, and those of a key head by its value heads, are
-float32 and added in their order: no atomics. The operands of each product are rounded once to the dtype of Q; S, T, the
-decays and all sums are float32.
+programs would run at once. The blocks' parts of the gradients of g and beta are float32, and
+`chunk_gates_backward_kernel` adds them in their order; so does `sum_heads_kernel` with those of a key head by its value
+heads: no atomics. The operands of each product are rounded once to the dtype of Q; S, T, the decays and all sums are
+float32. Where Q is float32 too, S and its gradient have a rest besides, what rounding took from them.
+
+Without a correction up to 16 value heads of one key head go through a program of `chunk_scores_kernel`, which makes
+Q K^T once for them, and in the backward pass M, dQ and dK are summed over as many before they are stored.
 
 With a decay for each channel other kernels take the place of the first: `channel_decays_kernel` makes d Q, d K and e K,
 so that states and outputs come of the same kernel, and `channel_blocks_kernel` and `channel_scores_kernel` make P
@@ -110,9 +114,9 @@ which no rounding loses. `channel_pairs_backward_kernel` takes the halves one si
 Besides the inputs T is kept for the backward pass, and with a decay for each channel P and K K^T, which take two fifths
 of its time on an H100. For each value head and 64 tokens the backward pass has in memory S, rounded for the products,
 and in integers what the rounding left; dS' and dR as operands of products, in the dtype of Q; three or four matrices of
-64 * 64; and dQ and dK in float32. The rows of S . dS' are summed where dS' is still float32, with the whole of S: dg
-has no product in it that would be rounded as well. With a decay for each channel there are d Q, d K, e K and a part of
-dg besides, each of as many numbers as the keys.
+64 * 64; and dQ and dK in float32, these once for all value heads that share a program. The rows of S . dS' are summed
+where dS' is still float32, with the whole of S: dg has no product in it that would be rounded as well. With a decay for
+each channel there are d Q, d K, e K and a part of dg besides, each of as many numbers as the keys.
 
 **The floor.** Of each value head and chunk of C = 64 tokens the products of the forward pass have, where a
 multiplication and an addition count two, 2 C (K (2 C + 3 V) + 2 C V) operations: Q K^T and K K^T, K S, Q S and K^T U,
@@ -127,15 +131,18 @@ microseconds; of the backward pass first those of what it makes again:
 
     forward   l2_norm 64, 64        chunk_scores 80, 140       chunk_inverse 48, 127            chunk_states 128, 390
     backward  l2_norm 64, 65        chunk_scores 48, 98        chunk_states 223, 307
-              chunk_states_backward 351, 739                   chunk_scores_backward 192, 413
-              chunk_keys_backward 415, 895                     sum_heads 192, 186
+              chunk_states_backward 351, 737                   chunk_scores_backward 192, 429
+              chunk_keys_backward 415, 691                     chunk_gates_backward 12, 34      sum_heads 192, 185
 
-That is 0.32 ms of 0.72 forward and 1.5 of 2.7 backward. The walks from chunk to chunk are furthest from it: a chunk's
+That is 0.32 ms of 0.72 forward and 1.5 of 2.5 backward. The walks from chunk to chunk are furthest from it: a chunk's
 products wait for each other, and the 115 KiB and up to 200 registers of a program leave room for two on a
 multiprocessor, half of those of this call. Wider blocks of V read queries and keys less often but take longer, with 4
 warps or 8: fewer programs hide what each waits for. The programs of `chunk_keys_backward_kernel` read dO, U and dR for
-each of four blocks of channels, twice the bytes, though from the second-level cache; one that sums all value heads of a
-key head takes 1294, since it holds addresses of all in 250 registers.
+each of four blocks of channels, twice the bytes, though from the second-level cache. With M, dQ
+and dK summed over the two value heads of a key head it takes 80 longer: the correction's matrices are in registers too.
+
+Without a correction it pays: for 4 x 4096 tokens with one key head of 128 and 80 value heads of 64 dQ and dK of 16
+value heads each are 0.08 GB, not 1.3, and forward and backward together take 2.6 ms instead of 3.6.
 """
 
 LARGEST_KEY = 256

@@ -130,39 +130,47 @@ def _values_products(
 @jit
 def chunk_scores_backward_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, u_ptr, dr_ptr, g_ptr, beta_ptr, index_ptr,
-    dscores_ptr, dkk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V,
+    dscores_ptr, dkk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, HEADS,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of Q K^T and K K^T in one chunk, and what comes through these to g and beta."""
-    chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
-    b, h = row // H, row % H
+    """The gradients of Q K^T and K K^T in one chunk, summed over HEADS value heads of one key head, and what comes
+    through these to g and beta.
+    """
+    chunk, group = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
+    b, h = group * HEADS // H, group * HEADS % H
     q_ptr += (b * T * HK + h // (H // HK)) * K
     k_ptr += (b * T * HK + h // (H // HK)) * K
-    values = (b * T * H + h) * V
     if index_ptr is not None:
         index_ptr += b * T
     t = tl.arange(0, C)
-    rows = chunk * C + t
-    from_out, from_r, dr_v = _values_products(do_ptr, u_ptr, dr_ptr, v_ptr, values, rows, T, V, H, C, BLOCK_V)
-    coarse, fine = _sums_from_start(_load_tokens(g_ptr + b * T * H + h, rows, T, H))
-    d, pairs = _between(coarse, fine), _same_sequence(index_ptr, rows, T, t[:, None] >= t[None, :])
-    dscores = tl.where(pairs, from_out * d, 0.0) * tl.cast(scale, tl.float32)
-    matrix = (row * N + chunk) * C * C
-    _store(dscores_ptr + matrix, dscores, t, t, C, C, C)
-    da = tl.where(pairs & (t[:, None] > t[None, :]), -from_r * d, 0.0)
-    qk, kk = _keys_products(q_ptr, k_ptr, rows, T, K, HK, beta_ptr is not None, C, BLOCK_K)
-    between = dscores * qk
-    if beta_ptr is not None:
-        tl.store(dbeta_ptr + (b * T + rows) * H + h, dr_v + tl.sum(da * kk, axis=1), mask=rows < T)
-        da *= _load_tokens(beta_ptr + b * T * H + h, rows, T, H)[:, None]
-        _store_symmetric(dkk_ptr + matrix, da, t, C)
-        between += da * kk
-    below = t[:, None] > t[None, :]
-    until = tl.cumsum(tl.where(below, between, 0.0), axis=1)  # [i, s]: of all j <= s
-    spans = tl.sum(tl.where(below, until, 0.0), axis=0)  # [s]: of those with j <= s < i, the gradient of g at s + 1
-    last = t == C - 1
+    rows, matrix = chunk * C + t, (group * N + chunk) * C * C
+    below, last = t[:, None] > t[None, :], t == C - 1
     following = tl.where(last, chunk * C, rows + 1)
-    tl.store(dg_ptr + (b * T + following) * H + h, tl.where(last, 0.0, spans), mask=following < T)
+    pairs = _same_sequence(index_ptr, rows, T, t[:, None] >= t[None, :])
+    qk, kk = _keys_products(q_ptr, k_ptr, rows, T, K, HK, beta_ptr is not None, C, BLOCK_K)
+    qk *= tl.cast(scale, tl.float32)
+    dscores = tl.zeros((C, C), dtype=tl.float32)
+    dkk = tl.zeros((C, C), dtype=tl.float32)
+    for head in range(0, HEADS):
+        tokens, values = b * T * H + h + head, (b * T * H + h + head) * V
+        from_out, from_r, dr_v = _values_products(do_ptr, u_ptr, dr_ptr, v_ptr, values, rows, T, V, H, C, BLOCK_V)
+        coarse, fine = _sums_from_start(_load_tokens(g_ptr + tokens, rows, T, H))
+        d = _between(coarse, fine)
+        through_d = tl.where(pairs, from_out * d, 0.0)
+        dscores += through_d
+        between = tl.where(below, through_d * qk, 0.0)
+        if beta_ptr is not None:
+            da = tl.where(pairs & below, -from_r * d, 0.0)
+            tl.store(dbeta_ptr + tokens + rows * H, dr_v + tl.sum(da * kk, axis=1), mask=rows < T)
+            da *= _load_tokens(beta_ptr + tokens, rows, T, H)[:, None]
+            dkk += da
+            between += da * kk
+        until = tl.cumsum(between, axis=1)  # [i, s]: of all j <= s
+        spans = tl.sum(tl.where(below, until, 0.0), axis=0)  # [s]: of those with j <= s < i, the gradient of g at s + 1
+        tl.store(dg_ptr + tokens + following * H, tl.where(last, 0.0, spans), mask=following < T)
+    _store(dscores_ptr + matrix, dscores * tl.cast(scale, tl.float32), t, t, C, C, C)
+    if beta_ptr is not None:
+        _store_symmetric(dkk_ptr + matrix, dkk, t, C)
 
 
 @jit
@@ -196,59 +204,89 @@ def _whole_gradient(dwhole_ptr, keys, blocks, K):
 
 @jit
 def chunk_keys_backward_kernel(
-    do_ptr, q_ptr, k_ptr, u_ptr, dr_ptr, beta_ptr, start_ptr, end_ptr, states_ptr, dstates_ptr, dwhole_ptr, dscores_ptr,
-    dkk_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, tokens, value_blocks,
+    do_ptr, q_ptr, k_ptr, u_ptr, dr_ptr, beta_ptr, start_ptr, end_ptr, states_ptr, dstates_ptr, dscores_ptr,
+    dkk_ptr, dq_ptr, dk_ptr, from_start_ptr, to_end_ptr, predicted_ptr, scale, T, N, H, HK, K, V, tokens, HEADS,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of the channels of q and k in one chunk, for one value head, and that block's parts of
-    those of g and beta `[blocks, tokens]`.
-
-    A program that went on to the other value heads of the key head, to add theirs, would hold addresses of all in
-    registers: on an H200 it takes longer by more than the addition costs.
+    """The gradients of a block of the channels of q and k in one chunk, summed over HEADS value heads of one key head,
+    and that block's parts of what `chunk_gates_backward_kernel` adds up, `[blocks, tokens]`.
     """
     scale = tl.cast(scale, tl.float32)
     blocks = tl.cdiv(K, BLOCK_K)
     block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
-    chunk, row = place % N, place // N
-    b, h = row // H, row % H
+    chunk, first = place % N, place // N * HEADS
+    b, h = first // H, first % H
     q_ptr += (b * T * HK + h // (H // HK)) * K
     k_ptr += (b * T * HK + h // (H // HK)) * K
-    values, heads, matrix, state = (b * T * H + h) * V, (b * T * H + h) * K, place * C * C, place * K * V
     t, keys = tl.arange(0, C), block * BLOCK_K + tl.arange(0, BLOCK_K)
     rows = chunk * C + t
-    from_out, from_r, from_end = _states_products(
-        do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
-        C, BLOCK_K, BLOCK_V,
-    )  # fmt: skip
-    d, e = tl.load(start_ptr + place * C + t), tl.load(end_ptr + place * C + t)
-    # What decays to nothing, as between two sequences, may have overflowed.
-    from_out = tl.where((d == 0.0)[:, None], 0.0, from_out)
-    from_r = tl.where((d == 0.0)[:, None], 0.0, from_r)
-    from_end = tl.where((e == 0.0)[:, None], 0.0, from_end)
     q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
-    from_start = scale * d * tl.sum(q.to(tl.float32) * from_out, axis=1)
-    to_end = e * tl.sum(k.to(tl.float32) * from_end, axis=1)
+    dq = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    dk = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    for head in range(0, HEADS):
+        place = (first + head) * N + chunk
+        values, state = (b * T * H + h + head) * V, place * K * V
+        from_out, from_r, from_end = _states_products(
+            do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
+            C, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+        d, e = tl.load(start_ptr + place * C + t), tl.load(end_ptr + place * C + t)
+        # What decays to nothing, as between two sequences, may have overflowed.
+        from_out = tl.where((d == 0.0)[:, None], 0.0, from_out)
+        from_r = tl.where((d == 0.0)[:, None], 0.0, from_r)
+        from_end = tl.where((e == 0.0)[:, None], 0.0, from_end)
+        dq += (scale * d)[:, None] * from_out
+        dk += e[:, None] * from_end
+        part = block * tl.cast(tokens, tl.int64) + place * C + t
+        tl.store(from_start_ptr + part, scale * d * tl.sum(q.to(tl.float32) * from_out, axis=1))
+        tl.store(to_end_ptr + part, e * tl.sum(k.to(tl.float32) * from_end, axis=1))
+        if beta_ptr is not None:
+            tl.store(predicted_ptr + part, d * tl.sum(k.to(tl.float32) * from_r, axis=1))
+            beta = _load_tokens(beta_ptr + b * T * H + h + head, rows, T, H)
+            dk -= (beta * d)[:, None] * from_r
+    matrix, sums, stride = (first // HEADS * N + chunk) * C * C, (b * T * H + h) // HEADS * K, H // HEADS * K
     dscores = _load(dscores_ptr + matrix, t, t, C, C, C)
-    dq = (scale * d)[:, None] * from_out
-    dq += _product(dscores, k)
-    _store(dq_ptr + heads, dq, rows, keys, T, K, H * K)
-    dk = e[:, None] * from_end
-    dk += _product(tl.trans(dscores), q)
-    part = block * tl.cast(tokens, tl.int64) + (b * T + rows) * H + h
+    dq = _plus_product(dq, dscores, k)
+    dk = _plus_product(dk, tl.trans(dscores), q)
     if beta_ptr is not None:
-        beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-        predicted = d * tl.sum(k.to(tl.float32) * from_r, axis=1)
-        from_start -= beta * predicted
-        tl.store(dbeta_ptr + part, -predicted, mask=rows < T)
-        dk -= (beta * d)[:, None] * from_r
-        dk += _product(_load(dkk_ptr + matrix, t, t, C, C, C), k)
-    _store(dk_ptr + heads, dk, rows, keys, T, K, H * K)
+        dk = _plus_product(dk, _load(dkk_ptr + matrix, t, t, C, C, C), k)
+    _store(dq_ptr + sums, dq, rows, keys, T, K, stride)
+    _store(dk_ptr + sums, dk, rows, keys, T, K, stride)
+
+
+@jit
+def _sum_of_blocks(ptr, tokens, blocks, C: tl.constexpr):
+    """The sum of the parts of C tokens."""
+    total = tl.zeros((C,), dtype=tl.float32)
+    for block in range(0, blocks):
+        total += tl.load(ptr + block * tl.cast(tokens, tl.int64) + tl.arange(0, C))
+    return total
+
+
+@jit
+def chunk_gates_backward_kernel(
+    from_start_ptr, to_end_ptr, predicted_ptr, start_ptr, dwhole_ptr, beta_ptr, between_ptr, from_a_ptr,
+    dg_ptr, dbeta_ptr, T, N, H, K, tokens, blocks, value_blocks, C: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The gradients of g and beta in one chunk: through the pairs of its tokens, which are given, and the states."""
+    chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
+    b, h, place = row // H, row % H, row * N + chunk
+    t, keys = tl.arange(0, C), tl.arange(0, BLOCK_K)
+    rows = chunk * C + t
+    at, inside = (b * T + rows) * H + h, rows < T
+    from_start = _sum_of_blocks(from_start_ptr + place * C, tokens, blocks, C)
+    to_end = _sum_of_blocks(to_end_ptr + place * C, tokens, blocks, C)
+    if beta_ptr is not None:
+        predicted = _sum_of_blocks(predicted_ptr + place * C, tokens, blocks, C)
+        from_start -= tl.load(beta_ptr + at, mask=inside, other=0.0).to(tl.float32) * predicted
+        dbeta = tl.load(from_a_ptr + at, mask=inside, other=0.0) - predicted
+        tl.store(dbeta_ptr + at, dbeta.to(dbeta_ptr.dtype.element_ty), mask=inside)
     whole = tl.sum(_whole_gradient(dwhole_ptr + place * value_blocks * K, keys, value_blocks, K), axis=0)
-    earlier = t[:, None] < t[None, :]
-    dg = tl.cumsum(from_start, axis=0, reverse=True)
-    dg += tl.sum(tl.where(earlier, to_end[:, None], 0.0), axis=0)
+    dg = tl.load(between_ptr + at, mask=inside, other=0.0)
+    dg += tl.cumsum(from_start, axis=0, reverse=True)
+    dg += tl.sum(tl.where(t[:, None] < t[None, :], to_end[:, None], 0.0), axis=0)
     dg += _decayed(whole, tl.load(start_ptr + place * C + C - 1))
-    tl.store(dg_ptr + part, dg, mask=rows < T)
+    tl.store(dg_ptr + at, dg.to(dg_ptr.dtype.element_ty), mask=inside)
 
 
 @jit

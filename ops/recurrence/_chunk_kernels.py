@@ -173,31 +173,32 @@ def _keys_products(q_ptr, k_ptr, rows, T, K, HK, CORRECTED: tl.constexpr, C: tl.
 
 @jit
 def chunk_scores_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, index_ptr, start_ptr, end_ptr, scores_ptr, a_ptr, scale, T, N, H, HK, K,
+    q_ptr, k_ptr, g_ptr, beta_ptr, index_ptr, start_ptr, end_ptr, scores_ptr, a_ptr, scale, T, N, H, HK, K, HEADS,
     C: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """d, e, P and A of one chunk."""
-    chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
-    b, h = row // H, row % H
+    """d, e, P and A of one chunk for HEADS value heads of one key head, whose products are made once."""
+    chunk, first = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N * HEADS
+    b, h = first // H, first % H
     q_ptr += (b * T * HK + h // (H // HK)) * K
     k_ptr += (b * T * HK + h // (H // HK)) * K
-    g_ptr += b * T * H + h
     if index_ptr is not None:
         index_ptr += b * T
     t = tl.arange(0, C)
     rows = chunk * C + t
     qk, kk = _keys_products(q_ptr, k_ptr, rows, T, K, HK, a_ptr is not None, C, BLOCK_K)
-    coarse, fine = _sums_from_start(_load_tokens(g_ptr, rows, T, H))
-    tokens = (row * N + chunk) * C + t
-    tl.store(start_ptr + tokens, _from_start(coarse, fine, index_ptr, rows, chunk, T, C))
-    tl.store(end_ptr + tokens, _to_end(coarse, fine, index_ptr, rows, chunk, T, C))
-    d, pairs = _between(coarse, fine), _same_sequence(index_ptr, rows, T, t[:, None] >= t[None, :])
-    matrix = (row * N + chunk) * C * C
-    _store(scores_ptr + matrix, tl.where(pairs, qk * d, 0.0) * tl.cast(scale, tl.float32), t, t, C, C, C)
-    if a_ptr is not None:
-        beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-        a = tl.where(pairs & (t[:, None] > t[None, :]), beta[:, None] * (kk * d), 0.0)
-        _store(a_ptr + matrix, a, t, t, C, C, C)
+    qk *= tl.cast(scale, tl.float32)
+    pairs = _same_sequence(index_ptr, rows, T, t[:, None] >= t[None, :])
+    for head in range(0, HEADS):
+        coarse, fine = _sums_from_start(_load_tokens(g_ptr + b * T * H + h + head, rows, T, H))
+        place = (first + head) * N + chunk
+        tl.store(start_ptr + place * C + t, _from_start(coarse, fine, index_ptr, rows, chunk, T, C))
+        tl.store(end_ptr + place * C + t, _to_end(coarse, fine, index_ptr, rows, chunk, T, C))
+        d, matrix = _between(coarse, fine), place * C * C
+        _store(scores_ptr + matrix, tl.where(pairs, qk * d, 0.0), t, t, C, C, C)
+        if a_ptr is not None:
+            beta = _load_tokens(beta_ptr + b * T * H + h + head, rows, T, H)
+            a = tl.where(pairs & (t[:, None] > t[None, :]), beta[:, None] * (kk * d), 0.0)
+            _store(a_ptr + matrix, a, t, t, C, C, C)
 
 
 @jit

@@ -16,6 +16,7 @@ from llmk.ops.recurrence._channel_kernels import (
     channel_scores_kernel,
 )
 from llmk.ops.recurrence._chunk_backward_kernels import (
+    chunk_gates_backward_kernel,
     chunk_keys_backward_kernel,
     chunk_scores_backward_kernel,
     chunk_states_backward_kernel,
@@ -29,7 +30,7 @@ from llmk.ops.recurrence._chunk_kernels import (
     l2_norm_kernel,
 )
 from llmk.ops.recurrence._chunks import L2_EPS, Call, chunk_size, sequence_indices
-from llmk.registry import cdiv, empty, next_power_of_2, num_programs, shared_memory, wrap_triton
+from llmk.registry import cdiv, empty, next_power_of_2, num_programs, shared_memory, size_hint, wrap_triton
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,23 @@ def _l2_normalized(x: Tensor) -> Tensor:
     return y
 
 
-def _keys_gradient_dtype(x: Inputs) -> torch.dtype:
-    """Float32 for gradients of value heads that are still to be summed, or to go through the norm."""
+def _heads_at_once(x: Inputs) -> int:
+    """Return for how many value heads of one key head a program makes what they share, and sums gradients.
+
+    Up to 16, if four programs are left for each multiprocessor. With a correction, where they share two matrices, a
+    program would hold too much in registers.
+    """
+    _, N, H, HK, *_ = x.sizes
+    most = 1 if x.beta is not None else min(16, H // HK)
+    programs, least = size_hint(x.rows * N), 4 * num_programs(x.q.device, 1)
+    wanted = (heads for heads in range(most, 1, -1) if H // HK % heads == 0 and programs >= heads * least)
+    return next(wanted, 1)
+
+
+def _keys_gradient_dtype(x: Inputs, heads: int = 1) -> torch.dtype:
+    """Float32 for gradients of so many value heads each that are still to be summed, or to go through the norm."""
     _, _, H, HK, *_ = x.sizes
-    return x.q.dtype if H == HK and x.raw_q is None else torch.float32
+    return x.q.dtype if heads * HK == H and x.raw_q is None else torch.float32
 
 
 def _sum_heads(x: Inputs, grad: Tensor, raw: Tensor | None) -> Tensor:
@@ -187,17 +201,18 @@ def _matrices(x: Inputs, kept: Kept | None, *, keep: bool) -> Matrices:
     start, end = (x.buffer((x.rows, N, x.chunk), torch.float32) for _ in range(2))
     scores, a = _matrix(x), None if x.beta is None or kept is not None else _matrix(x, torch.float32)
     tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "num_warps": 4}
-    wrap_triton(chunk_scores_kernel)[(x.rows * N,)](
-        x.q, x.k, x.g, x.beta, x.index, start, end, scores, a, x.scale, T, N, H, HK, K, C=x.chunk, **tile
+    heads = _heads_at_once(x)
+    wrap_triton(chunk_scores_kernel)[(x.rows // heads * N,)](
+        x.q, x.k, x.g, x.beta, x.index, start, end, scores, a, x.scale, T, N, H, HK, K, heads, C=x.chunk, **tile
     )
     inverse = _inverse(x, a) if kept is None else kept.inverse
     return Matrices(x.q, x.k, None, start, end, None, scores, inverse, None)
 
 
-def _matrix(x: Inputs, dtype: torch.dtype | None = None) -> Tensor:
-    """A buffer for a matrix of each chunk."""
+def _matrix(x: Inputs, dtype: torch.dtype | None = None, heads: int = 1) -> Tensor:
+    """A buffer for a matrix of each chunk and so many value heads."""
     B, H, (_, N, *_) = x.v.shape[0], x.v.shape[2], x.sizes
-    return x.buffer((B, H, N, x.chunk, x.chunk), dtype)
+    return x.buffer((B, H // heads, N, x.chunk, x.chunk), dtype)
 
 
 def _inverse(x: Inputs, a: Tensor | None) -> Tensor | None:
@@ -388,13 +403,13 @@ def launch_backward(
     }
 
 
-def _correction_gradients(x: Inputs, m: Matrices, blocks: int) -> tuple[Tensor | None, Tensor | None]:
+def _correction_gradients(x: Inputs, dscores: Tensor, blocks: int) -> tuple[Tensor | None, Tensor | None]:
     """Allocate the gradients of K K^T and of beta in parts, one by pairs and one by each block of channels; None
     without a correction.
     """
     if x.beta is None:
         return None, None
-    return x.buffer(tuple(m.scores.shape)), x.buffer((1 + blocks, *x.beta.shape), torch.float32)
+    return x.buffer(tuple(dscores.shape)), x.buffer((1 + blocks, *x.beta.shape), torch.float32)
 
 
 def _gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -402,21 +417,29 @@ def _gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, 
     T, N, H, HK, K, V = x.sizes
     size, keys_tile = x.q.element_size(), _keys_tile(x)
     blocks = cdiv(K, keys_tile["BLOCK_K"])
-    # Of the pairs of tokens, and of each block of channels through the states.
-    dg, dscores = x.buffer((1 + blocks, *x.g.shape), torch.float32), x.buffer(tuple(m.scores.shape))
-    dkk, dbeta = _correction_gradients(x, m, blocks)
+    heads = _heads_at_once(x)
+    dscores, between = _matrix(x, heads=heads), x.buffer(x.g.shape, torch.float32)
+    dkk, from_a = (None, None) if x.beta is None else (_matrix(x, heads=heads), x.buffer(x.g.shape, torch.float32))
     tile = {"BLOCK_K": x.columns(128 // size, K), "BLOCK_V": x.columns(128 // size, V), "num_warps": 4}
-    wrap_triton(chunk_scores_backward_kernel)[(x.rows * N,)](
-        made.do, x.q, x.k, x.v, made.u, made.dr, x.g, x.beta, x.index, dscores, dkk, dg, dbeta, x.scale,
-        T, N, H, HK, K, V, C=x.chunk, **tile,
+    wrap_triton(chunk_scores_backward_kernel)[(x.rows // heads * N,)](
+        made.do, x.q, x.k, x.v, made.u, made.dr, x.g, x.beta, x.index, dscores, dkk, between, from_a, x.scale,
+        T, N, H, HK, K, V, heads, C=x.chunk, **tile,
     )  # fmt: skip
-    dq, dk = (x.buffer((*x.v.shape[:3], K), _keys_gradient_dtype(x)) for _ in range(2))
-    wrap_triton(chunk_keys_backward_kernel)[(x.rows * N * blocks,)](
-        made.do, x.q, x.k, made.u, made.dr, x.beta, m.start, m.end, made.states, made.dstates, made.dwhole,
-        dscores, dkk, dq, dk, dg[1:], None if dbeta is None else dbeta[1:], x.scale,
-        T, N, H, HK, K, V, x.g.numel(), made.dwhole.shape[2], C=x.chunk, **keys_tile,
+    dq, dk = (x.buffer((*x.v.shape[:2], H // heads, K), _keys_gradient_dtype(x, heads)) for _ in range(2))
+    from_start, to_end = (x.buffer((blocks, x.rows, N, x.chunk), torch.float32) for _ in range(2))
+    predicted = None if x.beta is None else x.buffer(tuple(to_end.shape), torch.float32)
+    wrap_triton(chunk_keys_backward_kernel)[(x.rows // heads * N * blocks,)](
+        made.do, x.q, x.k, made.u, made.dr, x.beta, m.start, m.end, made.states, made.dstates, dscores, dkk, dq, dk,
+        from_start, to_end, predicted, x.scale,
+        T, N, H, HK, K, V, to_end[0].numel(), heads, C=x.chunk, **keys_tile,
     )  # fmt: skip
-    return dq, dk, sum_partials(dg, x.g.dtype), _summed(x, dbeta)
+    dg, dbeta = x.buffer(x.g.shape, x.g.dtype), None if x.beta is None else x.buffer(x.beta.shape, x.beta.dtype)
+    wrap_triton(chunk_gates_backward_kernel)[(x.rows * N,)](
+        from_start, to_end, predicted, m.start, made.dwhole, x.beta, between, from_a, dg, dbeta,
+        T, N, H, K, to_end[0].numel(), blocks, made.dwhole.shape[2],
+        C=x.chunk, BLOCK_K=next_power_of_2(K), num_warps=2,
+    )  # fmt: skip
+    return dq, dk, dg, dbeta
 
 
 def _summed(x: Inputs, dbeta: Tensor | None) -> Tensor | None:
@@ -431,8 +454,11 @@ def _keys_tile(x: Inputs) -> dict[str, int]:
     K, V = x.sizes[-2:]
     if x.is_float32:
         return {"BLOCK_K": x.columns(16, K), "BLOCK_V": x.columns(16, V), "num_warps": 8, "num_stages": 1}
-    block_k = x.columns(64 if x.beta is None and not x.per_channel else 32, K)
-    return {"BLOCK_K": block_k, "BLOCK_V": x.columns(64, cdiv(V, 2)), "num_warps": 4, "num_stages": _stages(x)}
+    if x.beta is None and not x.per_channel:
+        block_k, block_v = x.columns(64, K), x.columns(32, V)
+    else:
+        block_k, block_v = x.columns(32, K), x.columns(64, cdiv(V, 2))
+    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "num_stages": _stages(x)}
 
 
 def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -441,7 +467,7 @@ def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, 
     keys_tile = _keys_tile(x)
     blocks = cdiv(K, keys_tile["BLOCK_K"])
     dscores = x.buffer(tuple(m.scores.shape))
-    dkk, dbeta = _correction_gradients(x, m, blocks)
+    dkk, dbeta = _correction_gradients(x, dscores, blocks)
     tile = {"BLOCK_V": x.columns(128 // x.q.element_size(), V), "num_warps": 4}
     wrap_triton(channel_scores_backward_kernel)[(x.rows * N,)](
         made.do, x.v, made.u, made.dr, x.beta, x.index, m.kk, dscores, dkk, dbeta, x.scale, T, N, H, V,

@@ -45,6 +45,20 @@ def test_the_chunks_are_the_recurrence(name: str, T: int, packed: bool, per_chan
         torch.testing.assert_close(found, expected)
 
 
+def require_right(name: str, given: list[Tensor], state: Tensor, **options: Any) -> None:
+    """Compare outputs and gradients with the recurrence in float64 by the rule."""
+
+    def double(fn: Callable[..., Results]) -> list[Tensor]:
+        return gradients(fn, [x.double() for x in given], state.double(), **options)
+
+    exact = double(token_by_token)
+    baseline = gradients(REFERENCES[name], given, state, **options)
+    found = gradients(OPS[name].function, given, state, **options)
+    for i, (actual, right, other) in enumerate(zip(found, exact, baseline, strict=True)):
+        violation = accuracy_violation(actual, other, right)
+        assert violation is None, (i, violation)
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -62,16 +76,18 @@ def test_the_operators_are_the_recurrence(
         options["l2_norm_qk"] = True
     else:
         given = given[:-1]
+    require_right(name, given, state, **options)
 
-    def double(fn: Callable[..., Results]) -> list[Tensor]:
-        return gradients(fn, [x.double() for x in given], state.double(), **options)
 
-    exact = double(token_by_token)
-    baseline = gradients(REFERENCES[name], given, state, **options)
-    found = gradients(OPS[name].function, given, state, **options)
-    for i, (actual, right, other) in enumerate(zip(found, exact, baseline, strict=True)):
-        violation = accuracy_violation(actual, other, right)
-        assert violation is None, (i, violation)
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_value_heads_that_a_program_makes_together(dtype: torch.dtype, device: torch.device) -> None:
+    """So many chunks that programs for four heads each fill the interpreter."""
+    given = inputs(4, 130, 1, 4, 12, 20, dtype, device)[:-1]
+    given[3] = given[3].float()
+    state = torch.linspace(-1, 1, 4 * 4 * 12 * 20, dtype=torch.float32, device=device).view(4, 4, 12, 20)
+    ids = (torch.arange(130, device=device) // 50).expand(4, 130)
+    require_right("gated_linear_attention", given, state, sequence_ids=ids)
 
 
 @pytest.mark.kernels
