@@ -280,7 +280,8 @@ def _state_tile(x: Inputs, *, outputs: bool = False, rests: bool = False, backwa
     elif rests and x.per_channel and x.beta is not None and room > 2:
         warps = 8
     elif rests:
-        most, stages = (32, room) if x.beta is None or x.per_channel else (64, _stages(x))
+        is_wide = x.beta is not None and not x.per_channel and x.q.dtype == torch.bfloat16  # float16 has longer rests
+        most, stages = (64, _stages(x)) if is_wide else (32, room)
     elif outputs and x.beta is not None:  # 64 columns spill
         most = 32
     elif outputs and not x.per_channel and room > 2:
