@@ -59,6 +59,8 @@ def test_a_function_is_good_to_its_last_places(
     allowed = units * eps * exact.abs().clamp(min=torch.finfo(torch.float32).tiny)
     if INTERPRET:  # its fma rounds the product, so that an exponential loses what its argument's rounding does
         allowed += eps * (x64.detach() * slope).abs().nan_to_num()
+    else:  # a GPU's exp2 has 0 for a subnormal number
+        allowed = allowed.clamp(min=torch.finfo(torch.float32).tiny)
     same = (y == exact.float()) | (y.isnan() & exact.isnan())
     wrong = ~(same | ((y - exact).abs() <= allowed))
     assert not wrong.any(), (x[wrong][:5].tolist(), y[wrong][:5].tolist(), exact[wrong][:5].tolist())
