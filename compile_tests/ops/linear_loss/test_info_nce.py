@@ -103,10 +103,10 @@ def test_far_logits(device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("scale", [20.0, 400.0])
+@pytest.mark.parametrize("scale", [20.0, 400.0, -400.0])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_tiles_without_pairs(scale: float, symmetric: bool, device: torch.device) -> None:
-    """Whole tiles that hold negatives alone; at the larger scale softmaxes lie too far apart for one exponential."""
+    """Whole tiles that hold negatives alone; at the larger scales softmaxes lie too far apart for one exponential."""
     sides = torch.randn(3, 290, 16, generator=RANDOM)
     sides = F.normalize(sides, dim=-1).to(device, torch.bfloat16)
     factor = torch.tensor(scale, device=device)

@@ -13,6 +13,8 @@ columns and those of the columns over the tiles of rows, over blocks and over ra
 
     m = max_t(m_t)    s = sum_t(s_t * exp(m_t - m))
 
+Of a tile that is made m is mostly its largest logit, for all its rows and columns: then one exponential serves both.
+
 Backward, given the gradients g_i of the rows' logsumexp - y of their own pair and h_j of the columns':
 
     dy_ij = g_i * (exp(y_ij - m_i) / s_i - [ij is a pair]) + h_j * (exp(y_ij - m_j) / s_j - [ij is a pair])
@@ -39,12 +41,13 @@ from llmk.ops.common.products import (
     column_eighths,
     column_quarters,
     first_of_tile,
+    grouped_tile,
     product,
     product_tile_sizes,
 )
 from llmk.ops.common.rows import aligned
 from llmk.ops.common.sums import sum_partials, sum_to_scalar
-from llmk.registry import cdiv, empty, jit, wrap_triton
+from llmk.registry import cdiv, empty, jit, num_programs, wrap_triton
 from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import describable, descriptor
 
@@ -154,17 +157,13 @@ def _is_plain(query_id_ptr, R, M, first_row, first_col, first_pair, BLOCK_M: tl.
 @jit
 def _statistics(
     z, factor_ptr, query_id_ptr, key_id_ptr, col_ptr, pair_ptr, R, M, first_row, first_col, first_pair,
-    PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Return the rows' statistics in some columns of a tile; store these columns' and the logits of the pairs."""
     rows, cols = first_row + tl.arange(0, z.shape[0]), first_col + tl.arange(0, z.shape[1])
-    if PLAIN:
-        y = z * tl.load(factor_ptr)
-    else:
-        _, pair, y = _logits(z, factor_ptr, query_id_ptr, key_id_ptr, R, M, first_row, first_col, first_pair)
-        own = rows + first_pair  # each row's is in the columns of one program
-        here = (rows < R) & (own >= first_col) & (own < first_col + z.shape[1])
-        tl.store(pair_ptr + rows, tl.sum(tl.where(pair, y, 0.0), axis=1), mask=here)
+    _, pair, y = _logits(z, factor_ptr, query_id_ptr, key_id_ptr, R, M, first_row, first_col, first_pair)
+    own = rows + first_pair  # each row's is in the columns of one program
+    here = (rows < R) & (own >= first_col) & (own < first_col + z.shape[1])
+    tl.store(pair_ptr + rows, tl.sum(tl.where(pair, y, 0.0), axis=1), mask=here)
     if col_ptr is not None:
         m, s = _maximum_and_sum(y, 0)
         _store_part(m, s, col_ptr, first_row // z.shape[0], cols, M)
@@ -173,9 +172,8 @@ def _statistics(
 
 @jit
 def _statistics_of_quarters(
-    z, factor_ptr, query_id_ptr, key_id_ptr, col_ptr, pair_ptr, R, M, first_row, first_col, first_pair,
-    PLAIN: tl.constexpr,
-):  # fmt: skip
+    z, factor_ptr, query_id_ptr, key_id_ptr, col_ptr, pair_ptr, R, M, first_row, first_col, first_pair
+):
     """Return the rows' statistics in a tile: few registers are left beside one."""
     WIDTH: tl.constexpr = z.shape[1] // 4
     m = tl.full((z.shape[0],), float("-inf"), dtype=tl.float32)
@@ -184,10 +182,42 @@ def _statistics_of_quarters(
     for i in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
         other_m, other_s = _statistics(
             quarters[i], factor_ptr, query_id_ptr, key_id_ptr, col_ptr, pair_ptr, R, M,
-            first_row, first_col + i * WIDTH, first_pair, PLAIN,
+            first_row, first_col + i * WIDTH, first_pair,
         )  # fmt: skip
         m, s = _merged(m, s, other_m, other_s)
     return m, s
+
+
+@jit
+def _plain_statistics(z, factor_ptr, col_ptr, M, first_row, first_col):
+    """Return the rows' statistics in a plain tile, relative to its largest logit, and if they and the columns' serve.
+
+    One exponential is for both: sums that do not serve are of rows or columns far below the largest. The columns'
+    statistics are stored.
+    """
+    WIDTH: tl.constexpr = z.shape[1] // 4
+    factor = tl.load(factor_ptr) * LOG2E
+    base = tl.maximum(factor * tl.max(z), factor * tl.min(z))
+    m = base / LOG2E
+    s = tl.zeros((z.shape[0],), dtype=tl.float32)
+    lost = tl.zeros((WIDTH,), dtype=tl.int32)
+    quarters = column_quarters(z)
+    for i in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+        e = tl.exp2(quarters[i] * factor - base)
+        s += tl.sum(e, axis=1)
+        if col_ptr is not None:
+            of_cols = tl.sum(e, axis=0)
+            lost |= _is_lost(of_cols)
+            cols = first_col + i * WIDTH + tl.arange(0, WIDTH)
+            _store_part(m + tl.zeros_like(of_cols), of_cols, col_ptr, first_row // z.shape[0], cols, M)
+    some = tl.maximum(tl.max(lost, axis=0), tl.max(_is_lost(s), axis=0))
+    return m + tl.zeros_like(s), s, some == 0
+
+
+@jit
+def _is_lost(s):
+    """Return 1 for sums whose largest exponential may have lost digits, and for NaN."""
+    return tl.where(s >= tl.exp2(-SPREAD), 0, 1)
 
 
 @jit
@@ -197,7 +227,7 @@ def contrastive_statistics_kernel(
 ):  # fmt: skip
     first_row, first_col, z = _read_tile(z_ptr, R, M, z_stride, BLOCK_R, BLOCK_C)
     m, s = _statistics(
-        z, factor_ptr, query_id_ptr, key_id_ptr, col_ptr, pair_ptr, R, M, first_row, first_col, first_pair, False
+        z, factor_ptr, query_id_ptr, key_id_ptr, col_ptr, pair_ptr, R, M, first_row, first_col, first_pair
     )
     _store_part(m, s, row_ptr, first_col // BLOCK_C, first_row + tl.arange(0, BLOCK_R), R)
 
@@ -213,13 +243,14 @@ def contrastive_product_statistics_kernel(
         q, k, first_row.to(tl.int32), first_col.to(tl.int32), R, M, H, H, 1, H, 1,
         DESCRIBED, False, True, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
     )  # fmt: skip
-    if _is_plain(query_id_ptr, R, M, first_row, first_col, first_pair, BLOCK_M, BLOCK_N):
+    m = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    s = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    served = _is_plain(query_id_ptr, R, M, first_row, first_col, first_pair, BLOCK_M, BLOCK_N)
+    if served:
+        m, s, served = _plain_statistics(z, factor_ptr, col_ptr, M, first_row, first_col)
+    if served == 0:
         m, s = _statistics_of_quarters(
-            z, factor_ptr, None, None, col_ptr, pair_ptr, R, M, first_row, first_col, first_pair, True
-        )
-    else:
-        m, s = _statistics_of_quarters(
-            z, factor_ptr, query_id_ptr, key_id_ptr, col_ptr, pair_ptr, R, M, first_row, first_col, first_pair, False
+            z, factor_ptr, query_id_ptr, key_id_ptr, col_ptr, pair_ptr, R, M, first_row, first_col, first_pair
         )
     _store_part(m, s, row_ptr, first_col // BLOCK_N, first_row + tl.arange(0, BLOCK_M), R)
 
@@ -281,61 +312,26 @@ def _gradient(
 
 
 @jit
-def _logsumexp(stats_ptr, first, L, block: tl.constexpr):
-    """Return the logsumexps of whole blocks of rows or columns, in base 2."""
-    at = first + tl.arange(0, block)
-    return tl.load(stats_ptr + at) * LOG2E + tl.log2(tl.load(stats_ptr + L + at))
+def _far_and_share(stats_ptr, grad_ptr, first, L, block: tl.constexpr, base):
+    """Return how far logsumexps are from a base, in bits, and what exponentials relative to it have as factors."""
+    at = tl.arange(0, block)
+    inside = at < _left(L, first, block)
+    m = tl.load(stats_ptr + first + at, mask=inside, other=0.0)
+    logsumexp = m * LOG2E + tl.log2(tl.load(stats_ptr + L + first + at, mask=inside, other=1.0))
+    share = _loss_gradients(grad_ptr, first, L, block) * tl.exp2(base - logsumexp)
+    return tl.max(tl.abs(logsumexp - base), axis=0), share
 
 
 @jit
-def _store_gradient(
-    z, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz,
-    R, M, dz_stride, first_row, first_col, first_pair, base, PLAIN: tl.constexpr, DZ_DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """Store the gradient of a tile of products, if it is wanted; return its rows' parts of the factor's."""
-    rows, cols = first_row + tl.arange(0, z.shape[0]), first_col + tl.arange(0, z.shape[1])
-    factor = tl.load(factor_ptr)
-    if PLAIN:
-        # One exponential serves both softmaxes: relative to the base, which no logit exceeds.
-        share = tl.load(row_grad_ptr + rows) * tl.exp2(base - _logsumexp(row_ptr, first_row, R, z.shape[0]))
-        dy = tl.exp2(z * (factor * LOG2E) - base)
-        if col_ptr is not None:
-            of_cols = tl.load(col_grad_ptr + cols) * tl.exp2(base - _logsumexp(col_ptr, first_col, M, z.shape[1]))
-            dy *= share[:, None] + of_cols[None, :]
-        else:
-            dy *= share[:, None]
-        inside = None
+def _store_gradient(value, dz, R, M, dz_stride, first_row, first_col, DESCRIBED: tl.constexpr):
+    """Store a tile of the products' gradient, or a piece of one."""
+    if DESCRIBED:
+        dz.store([first_row.to(tl.int32), first_col.to(tl.int32)], value.to(dz.dtype))
     else:
-        dy, inside = _gradient(
-            z, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr,
-            R, M, first_row, first_col, first_pair,
-        )  # fmt: skip
-    if dz is not None:
-        value = dy * factor
-        if DZ_DESCRIBED:
-            dz.store([first_row.to(tl.int32), first_col.to(tl.int32)], value.to(dz.dtype))
-        else:
-            tl.store(dz + rows[:, None] * dz_stride + cols[None, :], value.to(dz.dtype.element_ty), mask=inside)
-    parts = dy * z if PLAIN else tl.where(inside, dy * z, 0.0)
-    return tl.sum(parts, axis=1)
-
-
-@jit
-def _store_gradients(
-    z, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz,
-    R, M, dz_stride, first_row, first_col, first_pair, base, PLAIN: tl.constexpr, DZ_DESCRIBED: tl.constexpr,
-    PIECES: tl.constexpr,
-):  # fmt: skip
-    """`_store_gradient` of a tile in pieces: few registers are left beside one."""
-    WIDTH: tl.constexpr = z.shape[1] // PIECES
-    dfactor = tl.zeros((z.shape[0],), dtype=tl.float32)
-    pieces = column_quarters(z) if PIECES == 4 else column_eighths(z)
-    for i in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
-        dfactor += _store_gradient(
-            pieces[i], factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz,
-            R, M, dz_stride, first_row, first_col + i * WIDTH, first_pair, base, PLAIN, DZ_DESCRIBED,
-        )  # fmt: skip
-    return dfactor
+        row, col = tl.arange(0, value.shape[0]), tl.arange(0, value.shape[1])
+        in_rows, in_cols = row < _left(R, first_row, value.shape[0]), col < _left(M, first_col, value.shape[1])
+        dz_ptrs = dz + (first_row + row)[:, None] * dz_stride + (first_col + col)[None, :]
+        tl.store(dz_ptrs, value.to(dz.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
 
 
 @jit
@@ -352,10 +348,13 @@ def contrastive_gradient_kernel(
 ):  # fmt: skip
     """Write the gradient of a tile of products, which may be over them, and its part of the factor's."""
     first_row, first_col, z = _read_tile(z_ptr, R, M, z_stride, BLOCK_R, BLOCK_C)
-    dfactor = _store_gradient(
-        z, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz_ptr,
-        R, M, dz_stride, first_row, first_col, first_pair, 0.0, False, False,
+    dy, inside = _gradient(
+        z, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr,
+        R, M, first_row, first_col, first_pair,
     )  # fmt: skip
+    if dz_ptr is not None:
+        _store_gradient(dy * tl.load(factor_ptr), dz_ptr, R, M, dz_stride, first_row, first_col, False)
+    dfactor = tl.sum(tl.where(inside, dy * z, 0.0), axis=1)
     if dfactor_ptr is not None:
         _store_rows(dfactor, dfactor_ptr, first_col // BLOCK_C, first_row, R)
 
@@ -364,33 +363,45 @@ def contrastive_gradient_kernel(
 def contrastive_product_gradient_kernel(
     q, k, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz,
     dfactor_ptr, R, M, H, dz_stride, first_pair, DESCRIBED: tl.constexpr, DZ_DESCRIBED: tl.constexpr,
-    PIECES: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PROGRAMS: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    first_row, first_col = first_of_tile(R, M, BLOCK_M, BLOCK_N, GROUP_M)
-    z = product(
-        q, k, first_row.to(tl.int32), first_col.to(tl.int32), R, M, H, H, 1, H, 1,
-        DESCRIBED, False, True, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
-    )  # fmt: skip
-    plain, base = _is_plain(query_id_ptr, R, M, first_row, first_col, first_pair, BLOCK_M, BLOCK_N), 0.0
-    if plain:
-        of_rows = _logsumexp(row_ptr, first_row, R, BLOCK_M)
-        base, least = tl.max(of_rows, axis=0), tl.min(of_rows, axis=0)
+    """Write the gradients of tiles of products, if they are wanted, and their rows' parts of the factor's."""
+    WIDTH: tl.constexpr = BLOCK_N // 8
+    tiles_m, tiles_n = tl.cdiv(R, BLOCK_M), tl.cdiv(M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=DESCRIBED):
+        row_tile, col_tile = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        first_row, first_col = (row_tile * BLOCK_M).to(tl.int64), (col_tile * BLOCK_N).to(tl.int64)
+        z = product(
+            q, k, first_row.to(tl.int32), first_col.to(tl.int32), R, M, H, H, 1, H, 1,
+            DESCRIBED, False, True, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+        )  # fmt: skip
+        # One exponential serves both softmaxes of a plain tile, unless logsumexps are far from its first row's.
+        base = tl.load(row_ptr + first_row) * LOG2E + tl.log2(tl.load(row_ptr + R + first_row))
+        far, of_rows = _far_and_share(row_ptr, row_grad_ptr, first_row, R, BLOCK_M, base)
+        of_cols = tl.zeros((BLOCK_N,), dtype=tl.float32)
         if col_ptr is not None:
-            least = tl.minimum(least, tl.min(_logsumexp(col_ptr, first_col, M, BLOCK_N), axis=0))
-        plain = base - least < SPREAD
-    if plain:
-        dfactor = _store_gradients(
-            z, factor_ptr, None, None, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz,
-            R, M, dz_stride, first_row, first_col, first_pair, base, True, DZ_DESCRIBED, PIECES,
-        )  # fmt: skip
-    else:
-        dfactor = _store_gradients(
-            z, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr, dz,
-            R, M, dz_stride, first_row, first_col, first_pair, base, False, DZ_DESCRIBED, PIECES,
-        )  # fmt: skip
-    if dfactor_ptr is not None:
-        _store_rows(dfactor, dfactor_ptr, first_col // BLOCK_N, first_row, R)
+            far_cols, of_cols = _far_and_share(col_ptr, col_grad_ptr, first_col, M, BLOCK_N, base)
+            far = tl.maximum(far, far_cols)
+        plain = _is_plain(query_id_ptr, R, M, first_row, first_col, first_pair, BLOCK_M, BLOCK_N) & (far < SPREAD)
+        factor = tl.load(factor_ptr)
+        dfactor = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        # In pieces, of which none spills. What they multiply with was read at once: each would wait for its own.
+        pieces, shares = column_eighths(z), column_eighths(of_cols[None, :])
+        for i in tl.static_range(8):  # pyright: ignore[reportGeneralTypeIssues]
+            piece, col = pieces[i], first_col + i * WIDTH
+            if plain:
+                dy = tl.exp2(piece * (factor * LOG2E) - base) * (of_rows[:, None] + shares[i])
+            else:
+                dy, _ = _gradient(
+                    piece, factor_ptr, query_id_ptr, key_id_ptr, row_ptr, row_grad_ptr, col_ptr, col_grad_ptr,
+                    R, M, first_row, col, first_pair,
+                )  # fmt: skip
+            dfactor += tl.sum(dy * piece, axis=1)
+            if dz is not None:
+                _store_gradient(dy * factor, dz, R, M, dz_stride, first_row, col, DZ_DESCRIBED)
+        if dfactor_ptr is not None:
+            _store_rows(dfactor, dfactor_ptr, first_col // BLOCK_N, first_row, R)
 
 
 def makes_products(embeddings: Tensor) -> bool:
@@ -399,15 +410,18 @@ def makes_products(embeddings: Tensor) -> bool:
     return embeddings.dtype != torch.float32 and aligned(H) and H < MAX_STRIDE
 
 
-def _launch_sizes(products: Products) -> tuple[dict[str, Any], int, int]:
-    """Return how the products are made, and the rows and columns of a tile.
+def _tile(products: Products) -> tuple[dict[str, Any], int, int]:
+    """Return how a tile of products is made or read, and its rows and columns.
 
     Four warps have all the registers that an epilogue can use, and two programs fit a multiprocessor. H200, of cuBLAS's
-    time for the bare product, 4096 x 768 x 20000 and 4096 x 1024 x 32768: statistics 1.43 and 1.35 (with eight warps
-    1.50 and 1.40), gradients 1.44 and 1.29 (2.32 and 1.96).
+    time for the bare product, 8192 x 768 x 32768 and 8192 x 1024 x 32768: statistics 1.34 and 1.31 (eight warps, tiles
+    of 128 x 256 and programs that walk over them 1.84 and 1.83), gradients 1.23 and 1.18 (4 warps, a program for each
+    tile 1.40 and 1.29).
     """
-    H = products.keys.shape[1]
-    tile = product_tile_sizes(BLOCK_N, H, products.keys.element_size()) | {"num_warps": 4}
+    if products.stored is not None:
+        return READ_TILE, BLOCK_R, BLOCK_C
+    keys = products.keys
+    tile = product_tile_sizes(BLOCK_N, keys.shape[1], keys.element_size()) | {"num_warps": 4}
     return {"WIDEN": INTERPRET} | tile, tile["BLOCK_M"], tile["BLOCK_N"]
 
 
@@ -427,7 +441,7 @@ def statistics(products: Products, similarities: Similarities, columns: bool) ->
         `[T, 2, R]`, `[T, 2, M]` or None, and `[R]`, all float32.
     """
     (R, M), (factor, query_ids, key_ids, first_pair), z = products.shape, similarities, products.stored
-    launch, block_r, block_c = _launch_sizes(products) if z is None else (READ_TILE, BLOCK_R, BLOCK_C)
+    launch, block_r, block_c = _tile(products)
     tiles_r, tiles_c = cdiv(R, block_r), cdiv(M, block_c)
     device = products.queries.device
     row_parts = empty((tiles_c, 2, R), torch.float32, device)
@@ -463,24 +477,25 @@ def gradients(
     Return the factor's, float32 `[]`, if needed.
     """
     (R, M), (factor, query_ids, key_ids, first_pair), z = products.shape, similarities, products.stored
-    launch, block_r, block_c = _launch_sizes(products) if z is None else (READ_TILE, BLOCK_R, BLOCK_C)
+    launch, block_r, block_c = _tile(products)
     tiles_r, tiles_c = cdiv(R, block_r), cdiv(M, block_c)
-    parts = empty((tiles_c, R), torch.float32, products.keys.device) if need_factor else None
+    tiles, device = tiles_r * tiles_c, products.keys.device
+    parts = empty((tiles_c, R), torch.float32, device) if need_factor else None
     stride = 0 if dproducts is None else dproducts.stride(0)
     given = factor, query_ids, key_ids, *rows, *(columns or (None, None))
     if z is None:
         H = products.keys.shape[1]
         queries, keys, described = _operands(products, launch)
-        pieces = 8 if need_factor else 4  # of which none spills
         stores_blocks, target = described and dproducts is not None and describable(dproducts), dproducts
         if dproducts is not None and stores_blocks:
-            target = descriptor(dproducts, [block_r, block_c // pieces])
-        wrap_triton(contrastive_product_gradient_kernel)[(tiles_r * tiles_c,)](
+            target = descriptor(dproducts, [block_r, block_c // 8])
+        programs = num_programs(device, 2)
+        wrap_triton(contrastive_product_gradient_kernel)[(min(tiles, programs),)](
             queries, keys, *given, target, parts, R, M, H, stride, first_pair,
-            DESCRIBED=described, DZ_DESCRIBED=stores_blocks, PIECES=pieces, **launch,
+            DESCRIBED=described, DZ_DESCRIBED=stores_blocks, PROGRAMS=programs, **launch | {"GROUP_M": 16},
         )  # fmt: skip
     else:
-        wrap_triton(contrastive_gradient_kernel)[(tiles_r * tiles_c,)](
+        wrap_triton(contrastive_gradient_kernel)[(tiles,)](
             z, *given, dproducts, parts, R, M, z.stride(0), stride, first_pair, **launch
         )
     return None if parts is None else sum_to_scalar(sum_partials(parts, torch.float32))
