@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from llmk.ops.linear_loss.chunked.plan import (
+    FREE_MEMORY,
     GROUP_BUDGET,
     MOST_CHUNKS,
     ROUNDED_CHUNKS,
@@ -50,6 +51,16 @@ def test_a_gradient_that_leaves_multiprocessors_idle_costs_more() -> None:
 def test_chunks_fill_waves_of_tiles() -> None:
     """896 features are four tiles: 4096 rows fill 128 of 132 multiprocessors, and 2816 only 88."""
     assert chosen(16384, 896, 151936).chunk_rows == 4096
+
+
+def test_memory_that_is_free_is_taken_for_time() -> None:
+    """Of plans within it the fastest is chosen; beyond it memory has its price."""
+    for N, H in ((20000, 768), (8192, 4096)):
+        shape = N, H, N
+        in_one = chosen(*shape, chunk_size=cdiv(N, ROW_MULTIPLE) * ROW_MULTIPLE)
+        assert memory(*shape, torch.bfloat16, in_one) < FREE_MEMORY
+        assert chosen(*shape) == in_one
+    assert memory(131072, 1024, 131072, torch.bfloat16, chosen(131072, 1024, 131072)) < 2 * FREE_MEMORY
 
 
 def test_a_plan_keeps_to_what_is_given() -> None:

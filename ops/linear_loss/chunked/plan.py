@@ -10,8 +10,8 @@ multiplies.
 
 dW is summed in the weight's own dtype over up to ROUNDED_CHUNKS chunks: each adds its float32 product to what is there
 and rounds once. With rows and exponentials that are rounded the accuracy rule has no room for more; beyond, and in
-float16, it is summed in float32. The plan whose time times memory ** MEMORY_EXPONENT is least is chosen, so that none
-is chosen that another one beats in both.
+float16, it is summed in float32. The plan whose time times memory ** MEMORY_EXPONENT is least is chosen; memory up to
+FREE_MEMORY counts as that much.
 
 Where a second pass makes the gradients, the exponentials of all rows are kept for it if they fit KEPT_BUDGET.
 """
@@ -35,6 +35,8 @@ EXPOSED = 0.46
 """The part of a chunk's traffic of weights that its products do not hide."""
 MEMORY_EXPONENT = 0.15
 """A plan may take 1.5% more time where it takes 10% less memory."""
+FREE_MEMORY = 2**30
+"""Bytes that a training step has to spare: a plan that takes less of them may take no more time for it."""
 CPU_LOGITS = 2**20
 """Elements of one chunk's logits on a CPU: they stay in cache."""
 ROW_MULTIPLE = 128
@@ -128,7 +130,7 @@ def _price(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> float:
         rows += rest * gradient_cost(rest, H, MULTIPROCESSORS)
     products = 2 * (2 + max(plan.matrices - 1, 0)) * N + 2 * rows
     time = products * V * H / FLOPS + cdiv(N, plan.chunk_rows) * EXPOSED * (3 * weight + 2 * sums) / BYTES
-    return time * memory(N, H, V, dtype, plan) ** MEMORY_EXPONENT
+    return time * max(memory(N, H, V, dtype, plan), FREE_MEMORY) ** MEMORY_EXPONENT
 
 
 def described(
