@@ -67,8 +67,13 @@ def token_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample
 
 def keeps_exponentials(input: Tensor, linear_weight: Tensor) -> bool:
     """Return True if the exponentials of the forward pass are kept for the backward pass."""
+    return keeps(input, linear_weight, 4 if input.is_cpu else input.element_size())
+
+
+def keeps(input: Tensor, linear_weight: Tensor, element: int) -> bool:
+    """Return True if a number of so many bytes for each token and class is kept for the backward pass."""
     N, V = input.shape[:-1].numel(), linear_weight.shape[0]
-    return N > 0 and kept_rows(N, V, 4 if input.is_cpu else input.element_size()) > 0
+    return N > 0 and kept_rows(N, V, element) > 0
 
 
 def rows_plan(

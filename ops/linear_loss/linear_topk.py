@@ -13,21 +13,22 @@ Backward, for any gradient g of the log-probabilities and h of the logsumexp, wh
 
     dlogits_j = sum_k(g_k * [j_k = j]) - p_j * (sum_k(g_k) - h)
 
-which is that of the log-probabilities of K given classes, as `linear_logprobs` has it: the logits are made again.
+which is that of the log-probabilities of K given classes, as `linear_logprobs` has it. The float32 logits of all tokens
+are kept where they fit `KEPT_BUDGET` and have no cap, and else made again.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.ops.common.math import logsumexp_reference
-from llmk.ops.linear_loss._records import Make, linear_cost, logits_reference, one_rank, rows_plan
+from llmk.ops.linear_loss._records import Make, keeps, linear_cost, logits_reference, one_rank, rows_plan
 from llmk.ops.linear_loss.chunked import local_fields, with_shard
 from llmk.ops.linear_loss.drivers.logprobs import TopkCall, linear_topk_bwd, linear_topk_fwd
 from llmk.ops.linear_loss.head import DIFFERENTIABLE
-from llmk.registry import Sample, public_op
+from llmk.registry import Cost, Sample, public_op
 
 
 @one_rank
@@ -80,6 +81,24 @@ def linear_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[
         yield linear_topk_workload(sizes, device, dtype)
 
 
+def _keeps_logits(input: Tensor, linear_weight: Tensor, softcap: float) -> bool:
+    return not softcap and keeps(input, linear_weight, torch.float32.itemsize)
+
+
+def linear_topk_cost(
+    input: Tensor, linear_weight: Tensor, k: int, *, softcap: float = 0.0, **options: Any
+) -> Cost:  # fmt: skip
+    kept = _keeps_logits(input, linear_weight, softcap)
+    return linear_cost(input, linear_weight, reads=3, products=4 - kept)
+
+
+def linear_topk_plan(
+    input: Tensor, linear_weight: Tensor, k: int, *, softcap: float = 0.0, **options: Any
+) -> str:  # fmt: skip
+    kept = ", those of all kept for a gradient" if _keeps_logits(input, linear_weight, softcap) else ""
+    return rows_plan(input, linear_weight, matrices=1, **options) + kept
+
+
 @public_op(
     reference=linear_topk_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
@@ -88,8 +107,8 @@ def linear_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[
     resized=linear_topk_resized,
     workloads=linear_topk_workloads,
     sized=linear_topk_workload,
-    cost=partial(linear_cost, reads=3, products=4),
-    plan=partial(rows_plan, matrices=1),
+    cost=linear_topk_cost,
+    plan=linear_topk_plan,
 )
 def linear_topk(
     input: Tensor,
@@ -112,8 +131,9 @@ def linear_topk(
     `temperature`. So a teacher's are stored, 12 bytes for each of k classes instead of 4 for each of V, and
     `llmk.losses.distill_topk` takes indices and log-probabilities as they are.
 
-    Log-probabilities and logsumexp are differentiable, together or alone, where the chosen classes are constants. What
-    is kept from the forward to the backward pass is as in `linear_logprobs`.
+    Log-probabilities and logsumexp are differentiable, together or alone, where the chosen classes are constants. Where
+    a gradient is wanted, the float32 logits of all tokens are kept if they take 2 GiB at most and have no `softcap`;
+    else the backward pass makes them again.
 
     Where `linear_weight` is a DTensor whose classes are sharded, `Shard(0)`, over one dimension of its mesh, each rank
     keeps its own, and the ranks gather 128 to 1024 numbers of 64 bits of each token; see `fused_linear_ce`. So they do

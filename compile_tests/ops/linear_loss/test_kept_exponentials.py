@@ -1,4 +1,4 @@
-"""Exponentials that are kept for a second pass over the tokens: those of all of them, or none."""
+"""Exponentials that are kept for a second pass over the tokens, or logits: those of all of them, or none."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -58,6 +58,18 @@ def test_gradients_that_exponentials_do_not_give_take_four_products() -> None:
     assert products(x, weight, torch.stack((target, target.flip(0)), -1)) == 4
     assert products(x, weight, target, support=target.unsqueeze(-1)) == 4
     assert products(x.detach().half().requires_grad_(), weight.detach().half().requires_grad_(), target) == 4
+
+
+def test_largest_logits_take_three_products_where_all_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def products(tokens: int, **options: Any) -> float:
+        x, weight, _ = head(tokens)
+        with FlopCounterMode(display=False) as counter:
+            torch.ops.llmk.linear_topk(x, weight, 5, **options)[0].sum().backward()
+        return counter.get_total_flops() / (2 * x.numel() * V)
+
+    rows_fit(monkeypatch, 16)
+    assert products(16) == products(16, chunk_size=4) == 3
+    assert products(17) == products(16, softcap=5.0) == 4
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(0, 0), (512, 512), (7061, 7061), (7062, 0), (65536, 0)])
@@ -134,6 +146,24 @@ def test_a_second_backward_pass_finds_what_the_first_found(dtype: torch.dtype, o
     require_accurate(op, sample, call(op, sample, fn=without_entropy, grads=of_logprobs), of_logprobs)
 
 
+@pytest.mark.parametrize("fitting", [0, 9])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.kernels
+def test_gradients_of_the_largest_are_those_of_logits_made_again(
+    dtype: torch.dtype, fitting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_fit(monkeypatch, fitting)
+    x, weight = (each.detach().to(dtype).requires_grad_() for each in head(9)[:2])
+    sample = Sample((x, weight, 5), {"temperature": 0.5, "chunk_size": 4}, why="kept")
+    op = OPS["linear_topk"]
+    require_accurate(op, sample, call(op, sample))
+    logprobs, _, logsumexp = torch.ops.llmk.linear_topk(*sample.args, **sample.kwargs)
+    loss = logprobs.square().sum() + logsumexp.square().sum()
+    first, second = (torch.autograd.grad(loss, (x, weight), retain_graph=True) for _ in range(2))
+    for found, again in zip(first, second, strict=True):
+        assert torch.equal(found, again)
+
+
 def of_logprobs(outputs: Sequence[Tensor]) -> list[Tensor]:
     """The incoming gradients, 0 of entropies."""
     first, *others = outputs
@@ -162,6 +192,22 @@ def test_stale_exponentials_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError):
         require_accurate(op, sample, call(op, sample, fn=without_entropy, grads=of_logprobs), of_logprobs)
     assert found
+
+
+def test_stale_logits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_matrix = RowsCall.kept_matrix
+    op, sample = OPS["linear_topk"], Sample((*head(20)[:2], 5), {}, why="kept")
+    require_accurate(op, sample, call(op, sample))
+    found = []
+
+    def stale(self: RowsCall, kept: Tensor) -> Tensor | None:
+        logits = kept_matrix(self, kept)
+        found.append(logits)
+        return logits if logits is None or len(found) % 2 else logits.roll(1, 0)  # of the backward pass
+
+    monkeypatch.setattr(RowsCall, "kept_matrix", stale)
+    with pytest.raises(AssertionError):
+        require_accurate(op, sample, call(op, sample))
 
 
 def test_kept_exponentials_that_a_backward_pass_changes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 
 `linear_logprobs` returns log-probabilities and entropies, and its backward pass makes the gradients: of exponentials
 that were kept, where they fit, or with the logits made once more. `linear_topk` returns the largest log-probabilities,
-and its backward pass is that of the same classes. A loss of groups makes its gradients in the forward pass. A group is
-the tokens on which each token's gradient depends: one token, a sequence, or a pair of sequences. Where chunks hold
-whole groups the logits are made once, else all of them come first. Where tokens are skipped on a GPU, those that count
-come first in each chunk of whole groups, instead of in the batch.
+and its backward pass is that of the same classes: of logits, which its forward pass has, that were kept. A loss of
+groups makes its gradients in the forward pass. A group is the tokens on which each token's gradient depends: one token,
+a sequence, or a pair of sequences. Where chunks hold whole groups the logits are made once, else all of them come
+first. Where tokens are skipped on a GPU, those that count come first in each chunk of whole groups, instead of in the
+batch.
 """
 
 import math
@@ -223,7 +224,7 @@ def _backward_sharding(input, entropy, need_dx):
 
 
 def _topk_backward_sharding(input, need_dx):
-    return [_backward_splits(axis, need_dx, [axis] * 3, []) for axis in row_axes(input)]
+    return [_backward_splits(axis, need_dx, [axis] * 3, [REPLICATE]) for axis in row_axes(input)]
 
 
 def _backward_splits(axis: Any, need_dx: bool, tokens: list[Any], kept: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -244,14 +245,14 @@ def _is_kept(call: CandidatesCall, grad: Tensor | None, entropy_grad: Tensor | N
     return serves and call.kept_matrix(rest[0]) is not None
 
 
-def _recompute(forward: LinearOp, backward: LinearOp, keeps: Callable[..., tuple[bool]] | None = None) -> None:
+def _recompute(forward: LinearOp, backward: LinearOp) -> None:
     """Register the derivative by `backward` of an op whose first two outputs have one; it gets the others."""
     forward.op.register_autograd(
         lambda ctx, *grads: forward.recomputed_gradients(ctx, backward, *grads),
         setup_context=lambda ctx, inputs, output: forward.save_call(ctx, inputs, *output[2:]),
         depends_on=[DIFFERENTIABLE, DIFFERENTIABLE],
         takes_none=True,
-        keeps=keeps,
+        keeps=_keeps,
     )
 
 
@@ -261,7 +262,7 @@ linear_logprobs_fwd = LinearOp(
 linear_logprobs_bwd = recomputing_op("_linear_logprobs_bwd", CandidatesCall, _backward, kept=_is_kept)
 linear_logprobs_fwd.op.register_sharding(_forward_sharding)
 linear_logprobs_bwd.op.register_sharding(_backward_sharding)
-_recompute(linear_logprobs_fwd, linear_logprobs_bwd, _keeps)
+_recompute(linear_logprobs_fwd, linear_logprobs_bwd)
 
 
 def check_k(k: int) -> None:
@@ -286,18 +287,29 @@ class TopkCall(SoftmaxCall):
             raise ValueError(f"k: expected at most {call.num_classes}, the number of classes, got {call.k}")
         return call
 
+    @property
+    def kept_element(self) -> int:
+        return torch.float32.itemsize  # of a logit
+
+    @property
+    def keeps_logits(self) -> bool:
+        """True if the logits of the forward pass can be the backward pass's: a cap's slope is not in them."""
+        return not self.softcap
+
     def given(self, indices: Tensor) -> LogprobsCall:
         """Return the call for the log-probabilities of given classes."""
         return LogprobsCall.of(vars(self), target=indices)
 
 
-def _topk(impl: Implementation, call: TopkCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probabilities, logsumexps, classes, and the largest logit and sum `[2, ...]` of each token."""
+def _topk(impl: Implementation, call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probabilities, logsumexps, classes, each token's largest logit and sum `[2, ...]`, and logits kept."""
     tokens = tuple(call.tokens)
     rows, blocks = LogitRows(call.projection(impl), CompactedTokens(tokens), call.plan(impl, matrices=1)), []
-    buffer = rows.buffer(rows.plan.block_rows)
+    kept = call.kept_buffer(keep and call.keeps_logits)
+    logits = call.kept_matrix(kept)
+    buffer = rows.buffer(rows.plan.block_rows) if logits is None else logits
     for block in (block for chunk in rows.chunks() for block in rows.slices(chunk)):
-        y = buffer[: block.stop - block.start]
+        y = buffer[: block.stop - block.start] if logits is None else logits[block]
         sums, tiles = rows.layer.logits_and_sums(block, rows.end(block), y)
         blocks.append(impl.topk.candidates(y, sums, tiles, call.k, call.first_class))
     part, keys, counts = zip(*blocks, strict=True)
@@ -305,25 +317,26 @@ def _topk(impl: Implementation, call: TopkCall) -> tuple[Tensor, Tensor, Tensor,
     gathered = Candidates(*(call.gather_ranks(each) for each in found))
     logprobs, indices, logsumexp, stats = impl.topk.combine(gathered, call.k)
     largest, stats = (*tokens, call.k), stats.view(TOPK_STATISTICS, *tokens)
-    return logprobs.view(largest), logsumexp.view(tokens), indices.view(largest), stats
+    return logprobs.view(largest), logsumexp.view(tokens), indices.view(largest), stats, kept
 
 
-def _fake_topk(call: TopkCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_topk(call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     largest = (*call.tokens, call.k)
     logprobs, logsumexp, stats = (
         call.input.new_empty(shape, dtype=torch.float32)
         for shape in (largest, call.tokens, (TOPK_STATISTICS, *call.tokens))
     )
-    return logprobs, logsumexp, call.input.new_empty(largest, dtype=torch.int64), stats
+    kept = call.kept_buffer(keep and call.keeps_logits)
+    return logprobs, logsumexp, call.input.new_empty(largest, dtype=torch.int64), stats, kept
 
 
 def _topk_backward(
     impl: Implementation, topk_call: TopkCall, grad: Tensor | None, logsumexp_grad: Tensor | None, indices: Tensor,
-    stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
+    stats: Tensor, kept: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of the inputs from those of the outputs; the logits are made again."""
+    """Compute the gradients of the inputs from those of the outputs; the logits are made again if none were kept."""
     call, tokens = topk_call.given(indices), CompactedTokens(tuple(topk_call.tokens))
-    rows = call.softmax_rows(impl, tokens, leaves_out_own=False)
+    rows = call.softmax_rows(impl, tokens, leaves_out_own=False, logits=topk_call.kept_matrix(kept))
     (m, total), nothing = stats.view(TOPK_STATISTICS, -1).unbind(), stats.new_zeros(indices.shape[:-1].numel())
     of_rows = Statistics.of(m, total, nothing, nothing)
     grads = RowGradients(
@@ -337,13 +350,18 @@ def _topk_backward(
 
 
 def _topk_sharding(input, *_):
-    return [([axis, axis, axis, 1 + axis], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
+    return [([axis, axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
+
+
+def _keeps_logits(call: TopkCall, *rest: Any) -> bool:
+    """Return True if the logits were kept, the last of what a backward pass gets before what is needed of it."""
+    return call.kept_matrix(rest[-4]) is not None
 
 
 linear_topk_fwd = LinearOp(
-    "_linear_topk_fwd", TopkCall, _topk, outputs=4, fake=_fake_topk, products=lambda impl, call: 1
+    "_linear_topk_fwd", TopkCall, _topk, outputs=5, fake=_fake_topk, products=lambda impl, call, keep: 1
 )
-linear_topk_bwd = recomputing_op("_linear_topk_bwd", TopkCall, _topk_backward)
+linear_topk_bwd = recomputing_op("_linear_topk_bwd", TopkCall, _topk_backward, kept=_keeps_logits)
 linear_topk_fwd.op.register_sharding(_topk_sharding)
 linear_topk_bwd.op.register_sharding(_topk_backward_sharding)
 _recompute(linear_topk_fwd, linear_topk_bwd)

@@ -389,9 +389,12 @@ def coefficients_kernel(
 @jit
 def exponentials_kernel(
     e_ptr, p_ptr, scale_ptr, a_ptr, u_ptr, class_weight_ptr, count_ptr, V, e_stride, p_stride,
-    TILE_M: tl.constexpr, BLOCK_V: tl.constexpr,
+    LOGITS: tl.constexpr, TILE_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute a E + u w of some columns of a row, E its exponentials times a scale."""
+    """Compute a E + u w of some columns of a row, E its exponentials times a scale.
+
+    With LOGITS e has logits, and E is relative to the scale.
+    """
     row, count = tl.program_id(1).to(tl.int64), tl.load(count_ptr)
     if row >= tl.cdiv(count, TILE_M) * TILE_M:
         return
@@ -400,7 +403,8 @@ def exponentials_kernel(
     if row >= count:  # products read the rest of a tile, and multiply it by 0
         tl.store(p_ptr + row * p_stride + cols, tl.zeros((BLOCK_V,), p_ptr.dtype.element_ty), mask=mask)
         return
-    e = tl.load(e_ptr + row * e_stride + cols, mask=mask, other=0.0).to(tl.float32) * tl.load(scale_ptr + row)
+    e, scale = tl.load(e_ptr + row * e_stride + cols, mask=mask, other=0.0).to(tl.float32), tl.load(scale_ptr + row)
+    e = tl.exp2((e - scale) * LOG2E) if LOGITS else e * scale
     value = e * tl.load(a_ptr + row)
     if class_weight_ptr is not None:
         value += tl.load(u_ptr + row) * tl.load(class_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)

@@ -67,6 +67,7 @@ class SoftmaxRows:
         leaves_out_own: A row's class is left out of its sums; else they are of all classes.
         with_tail: The log-probability of all classes that are not a row's, together, is asked for.
         support: Classes over which each row's softmax is.
+        logits: `[N, V]`, float32, transformed without a cap: those of a first pass, if it kept them.
     """
 
     compacted: CompactedTokens
@@ -78,6 +79,7 @@ class SoftmaxRows:
     leaves_out_own: bool = True
     with_tail: bool = False
     support: Tensor | None = None  # ids, [N, L]
+    logits: Tensor | None = None
     numbering: Numbering = field(init=False)
     _support: Support | None = field(init=False, default=None)
     _all: tuple[Chunk, Classes] | None = field(init=False, default=None)
@@ -136,10 +138,7 @@ class SoftmaxRows:
         return self._ends[i : i + 1]  # not needed of all rows together
 
     def _prepared(self, rows: slice) -> tuple[Chunk, Classes]:
-        is_raw = self.shard is not None  # what other ranks have comes before the transform
-        ids = self.classes[rows]
-        classes = self.projection.classes(rows, ids, self.numbering, raw=is_raw, left_out=self.has_one_class)
-        classes = classes.of_ranks(self.shard, self.transform).chosen(self.with_tail)
+        classes = self._located(rows).chosen(self.with_tail)
         mask = classes.counts.squeeze(1) if classes.best is None else classes.counts.any(-1)
         own, y_own = classes.own(classes.columns), classes.own(classes.y)
         if not self.leaves_out_own:
@@ -157,6 +156,21 @@ class SoftmaxRows:
         slope_own = None if classes.slopes is None else classes.own(classes.slopes)
         reference = torch.where(mask, reference, float("inf"))  # which says that a row does not count
         return Chunk(rows, self._count(rows), mask, own, y_own, reference, slope_own, left_out, y_left_out), classes
+
+    def _located(self, rows: slice) -> Classes:
+        """Find the classes of some rows, and their logits of all ranks."""
+        is_raw = self.shard is not None  # what other ranks have comes before the transform
+        ids = self.classes[rows]
+        if self.logits is None:
+            classes = self.projection.classes(rows, ids, self.numbering, raw=is_raw, left_out=self.has_one_class)
+            return classes.of_ranks(self.shard, self.transform)
+        y, V, as_they_are = self.logits[rows], self.projection.V, Transform()
+
+        def logits(columns: Tensor) -> Tensor:
+            return y.gather(1, columns.clamp(min=0).long()) if V > 0 else torch.zeros_like(columns, dtype=y.dtype)
+
+        classes = Classes.located(ids, self.numbering, V, logits, None if is_raw else as_they_are)
+        return classes.of_ranks(self.shard, as_they_are)
 
     def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Statistics, RowResults, Tensor]:
         """Return a chunk's statistics, its results, and if the own class is the largest; write exponentials to P."""
@@ -218,7 +232,9 @@ class SoftmaxRows:
         if p.dtype == torch.float16:
             size = self._power_of_two(grads, a)
             a, b, u = a / size, b / size, None if u is None else u / size
-        if e is None:
+        if self.logits is not None:
+            self.projection.from_logits(chunk, self.logits[chunk.rows], reference, a, p)
+        elif e is None:
             self.projection.gradients(chunk, reference, a, b, u, p)
         else:
             self.projection.from_exponentials(chunk, e, stats.scale, (a, b, u), p)

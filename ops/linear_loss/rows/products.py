@@ -253,7 +253,18 @@ def gradients_of_exponentials(
     (M, V), block = e.shape, 4096
     wrap_triton(exponentials_kernel)[(cdiv(V, block), M)](
         e, p, scale, a, u, None if u is None else class_weight, count, V, e.stride(0), p.stride(0),
-        TILE_M=128, BLOCK_V=block, num_warps=8,
+        LOGITS=False, TILE_M=128, BLOCK_V=block, num_warps=8,
+    )  # fmt: skip
+
+
+def gradients_of_logits(y: Tensor, reference: Tensor, a: Tensor, p: Tensor, count: Tensor) -> None:
+    """Write a E to P `[M, V]`, given transformed logits y, float32, with exponentials E relative to the references."""
+    (M, V), block = y.shape, 4096
+    if p.dtype == torch.float16:
+        a = a * FLOAT16_SCALE
+    wrap_triton(exponentials_kernel)[(cdiv(V, block), M)](
+        y, p, reference, a, None, None, count, V, y.stride(0), p.stride(0),
+        LOGITS=True, TILE_M=128, BLOCK_V=block, num_warps=8,
     )  # fmt: skip
 
 

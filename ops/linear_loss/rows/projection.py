@@ -238,6 +238,11 @@ class KernelProjection:
             a, _, u = numbers
             products.gradients_of_exponentials(e, scale, a, u, self.weights.class_weight, p, chunk.count)
 
+    def from_logits(self, chunk: Chunk, y: Tensor, reference: Tensor, a: Tensor, p: Tensor) -> None:
+        """Write the same as `gradients` from transformed logits where there is no b, u or cap."""
+        if self.V > 0:
+            products.gradients_of_logits(y, reference, a, p, chunk.count)
+
     def _make_gradients(self, chunk: Chunk, numbers: Tensor, weighted: bool, p: Tensor) -> None:
         weights = self.weights if weighted else self.weights._replace(class_weight=None)
         rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
@@ -387,6 +392,9 @@ class MatrixProjection:
         if u is not None and self.weights.class_weight is not None:
             value += u.unsqueeze(-1) * self.weights.class_weight.float()
         p.copy_(value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0))
+
+    def from_logits(self, chunk: Chunk, y: Tensor, reference: Tensor, a: Tensor, p: Tensor) -> None:
+        torch.mul((y - reference.unsqueeze(-1)).exp_(), a.unsqueeze(-1), out=p)
 
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
         if self.V == 0:
