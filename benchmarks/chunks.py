@@ -39,7 +39,7 @@ def measure(sample: Sample, chunk_size: int, timer: Timer, seconds: float) -> di
     times = [[timer.sustained(call, seconds / ROUNDS) for call in (full, products)] for _ in range(ROUNDS)]
     ms, products_ms = (statistics.mean(column) for column in zip(*times, strict=True))
     x, weight, _ = sample.args
-    chosen = plan(*x.shape, weight.shape[0], x.dtype, on_host=x.is_cpu, chunk_size=chunk_size)
+    chosen = plan((*x.shape, weight.shape[0]), x.dtype, on_host=x.is_cpu, chunk_size=chunk_size)
     found = {"ms": ms, "products_ms": products_ms, "mib": mib}
     return {"chunk_size": chunk_size, "chunk_rows": chosen.chunk_rows, **found}
 

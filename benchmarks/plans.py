@@ -43,9 +43,9 @@ def sizes() -> Iterator[tuple[int, int, int]]:
 
 def plans(N: int, H: int, V: int) -> list[Plan]:
     """Return the chosen plan, and others."""
-    chosen, units = plan(N, H, V, DTYPE, on_host=False), cdiv(N, ROW_MULTIPLE)
+    chosen, units = plan((N, H, V), DTYPE, on_host=False), cdiv(N, ROW_MULTIPLE)
     rows = sorted({cdiv(units, chunks) * ROW_MULTIPLE for chunks in CHUNKS})
-    tried = [plan(N, H, V, DTYPE, on_host=False, chunk_size=each) for each in rows]
+    tried = [plan((N, H, V), DTYPE, on_host=False, chunk_size=each) for each in rows]
     return [chosen, *(each for each in tried if each != chosen and memory(N, H, V, DTYPE, each) <= MOST_MEMORY)]
 
 

@@ -58,7 +58,7 @@ def _add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 def _as_planned(input: Tensor, linear_weight: Tensor, chunk_size: int, matrices: int = 0) -> int:
     """Return the rows of a chunk."""
     sizes = input.shape[:-1].numel(), input.shape[-1], linear_weight.shape[0]
-    chosen = plan(*sizes, input.dtype, on_host=input.is_cpu, chunk_size=chunk_size, matrices=matrices)
+    chosen = plan(sizes, input.dtype, on_host=input.is_cpu, chunk_size=chunk_size, matrices=matrices)
     return chosen.chunk_rows
 
 

@@ -77,11 +77,18 @@ def keeps(input: Tensor, linear_weight: Tensor, element: int) -> bool:
 
 
 def rows_plan(
-    input: Tensor, linear_weight: Tensor, *args: Any, chunk_size: int = 0, matrices: int = 0, **options: Any
-) -> str:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    *args: Any,
+    chunk_size: int = 0,
+    matrices: int = 0,
+    free: int = 0,
+    **options: Any,
+) -> str:
     """Say in how many tokens at a time a layer over classes is computed, and how many `matrices` of logits exist."""
     N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
-    return described(N, H, V, input.dtype, on_host=input.is_cpu, chunk_size=chunk_size, matrices=matrices)
+    chosen = {"chunk_size": chunk_size, "matrices": matrices, "free": free}
+    return described((N, H, V), input.dtype, on_host=input.is_cpu, **chosen)
 
 
 class Float32Linear(torch.autograd.Function):

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, rows_plan
+from llmk.ops.linear_loss.chunked.plan import FREE_MEMORY
 from llmk.ops.linear_loss.drivers.contrastive import ContrastiveCall, info_nce_bwd, info_nce_fwd, stores_products
 from llmk.registry import Cost, Sample, public_op
 
@@ -115,7 +116,7 @@ def info_nce_plan(
     query: Tensor, key: Tensor, negatives: Tensor | None = None, *, chunk_size: int = 0, **options: Any
 ) -> str:
     stored = query.is_cpu or stores_products(query)
-    return rows_plan(query, _keys(key, negatives), chunk_size=chunk_size, matrices=int(stored))
+    return rows_plan(query, _keys(key, negatives), chunk_size=chunk_size, matrices=int(stored), free=FREE_MEMORY)
 
 
 def _keys(key: Tensor, negatives: Tensor | None) -> Tensor:

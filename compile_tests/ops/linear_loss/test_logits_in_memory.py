@@ -112,24 +112,24 @@ SHAPES = [(8192, 4096, 128256), (4096, 2048, 151936), (65536, 1024, 32000), (512
 def test_logits_of_a_block_take_no_more_than_a_chunks_gradient(
     shape: tuple[int, int, int], matrices: int, dtype: torch.dtype
 ) -> None:
-    found = plan(*shape, dtype, on_host=False, matrices=matrices)
+    found = plan(shape, dtype, on_host=False, matrices=matrices)
     assert found.block_rows % ROW_MULTIPLE == 0
     few = found.block_rows <= min(BLOCK_ROWS, found.chunk_rows)
     assert few or 4 * matrices * found.block_rows <= dtype.itemsize * found.chunk_rows
-    without = plan(*shape, dtype, on_host=False, chunk_size=found.chunk_rows)
+    without = plan(shape, dtype, on_host=False, chunk_size=found.chunk_rows)
     assert memory(*shape, dtype, found) >= memory(*shape, dtype, without)
 
 
 def test_a_block_has_the_rows_by_which_a_product_hides_its_reads() -> None:
     """Two teachers' blocks had 256 rows: the forward pass took 1.1 to 1.2 of what it takes with 512 on an H200."""
-    found = plan(4096, 4096, 128256, torch.bfloat16, on_host=False, matrices=3)
+    found = plan((4096, 4096, 128256), torch.bfloat16, on_host=False, matrices=3)
     assert found.block_rows == BLOCK_ROWS
     assert found.matrices == 3
 
 
 def test_a_plan_keeps_to_what_is_given() -> None:
-    found = plan(8192, 4096, 128256, torch.bfloat16, on_host=False, chunk_size=1000, matrices=2)
+    found = plan((8192, 4096, 128256), torch.bfloat16, on_host=False, chunk_size=1000, matrices=2)
     assert (found.chunk_rows, found.rounded_sums, found.block_rows) == (1000, False, BLOCK_ROWS)
-    assert plan(8192, 64, 1000, torch.bfloat16, on_host=False, chunk_size=50, matrices=2).block_rows == 50
-    on_host = plan(8192, 4096, 1000, torch.bfloat16, on_host=True, matrices=2)
+    assert plan((8192, 64, 1000), torch.bfloat16, on_host=False, chunk_size=50, matrices=2).block_rows == 50
+    on_host = plan((8192, 4096, 1000), torch.bfloat16, on_host=True, matrices=2)
     assert on_host.block_rows == on_host.chunk_rows == CPU_LOGITS // 2000

@@ -67,7 +67,7 @@ class LinearCall(FromArguments):
     def plan(self, impl: Implementation, **options: int) -> Plan:
         """Return the plan, given the `group` or the `matrices` of `plan`."""
         sizes = self.tokens.numel(), self.input.shape[-1], self.mean_classes
-        return plan(*sizes, self.input.dtype, on_host=impl.on_host, chunk_size=self.chunk_size, **options)
+        return plan(sizes, self.input.dtype, on_host=impl.on_host, chunk_size=self.chunk_size, **options)
 
     @property
     def rounds_logits(self) -> bool:

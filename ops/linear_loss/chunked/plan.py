@@ -11,7 +11,7 @@ multiplies.
 dW is summed in the weight's own dtype over up to ROUNDED_CHUNKS chunks: each adds its float32 product to what is there
 and rounds once. With rows and exponentials that are rounded the accuracy rule has no room for more; beyond, and in
 float16, it is summed in float32. The plan whose time times memory ** MEMORY_EXPONENT is least is chosen; memory up to
-FREE_MEMORY counts as that much.
+what a loss may take for `free` counts as that much.
 
 Where a second pass makes the gradients, the exponentials of all rows are kept for it if they fit KEPT_BUDGET.
 """
@@ -36,7 +36,7 @@ EXPOSED = 0.46
 MEMORY_EXPONENT = 0.15
 """A plan may take 1.5% more time where it takes 10% less memory."""
 FREE_MEMORY = 2**30
-"""Bytes that a training step has to spare: a plan that takes less of them may take no more time for it."""
+"""Bytes that a loss without a vocabulary may take for `free`, where PyTorch holds several times as many."""
 CPU_LOGITS = 2**20
 """Elements of one chunk's logits on a CPU: they stay in cache."""
 ROW_MULTIPLE = 128
@@ -80,12 +80,21 @@ def fits(group: int, V: int, element: int) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    N: int, H: int, V: int, dtype: torch.dtype, *, on_host: bool, chunk_size: int = 0, group: int = 1, matrices: int = 0
-) -> Plan:  # fmt: skip
-    """Choose the plan of a loss over N rows of H features and V classes, in chunks of whole groups of rows.
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    *,
+    on_host: bool,
+    chunk_size: int = 0,
+    group: int = 1,
+    matrices: int = 0,
+    free: int = 0,
+) -> Plan:
+    """Choose the plan of a loss over `sizes`, N rows of H features and V classes, in chunks of whole groups of rows.
 
-    `matrices` is the number of float32 matrices of a block's logits, and of what is like them, that exist at a time.
+    `matrices` is the number of float32 matrices of a block's logits, and of what is like them, that exist at a time. A
+    plan that takes less than `free` bytes is not chosen for that.
     """
+    N, H, V = sizes
     if not V * H > 0 or N == 0:
         rows = max(N, group, 1)
         return Plan(rows, True, rows if matrices else 0, matrices)
@@ -101,7 +110,7 @@ def plan(
     unit = group if group > 1 else ROW_MULTIPLE
     units = cdiv(N, unit)
     candidates = {cdiv(units, n) * unit for n in range(1, MOST_CHUNKS + 1)}
-    return min(map(of, candidates), key=lambda each: _price(N, H, V, dtype, each))
+    return min(map(of, candidates), key=lambda each: _price(sizes, dtype, each, free))
 
 
 def _block_rows(chunk_rows: int, dtype: torch.dtype, matrices: int, on_host: bool) -> int:
@@ -121,7 +130,8 @@ def memory(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> int:
     return max(sums + (chunk + block) * V, 2 * weight)
 
 
-def _price(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> float:
+def _price(sizes: tuple[int, int, int], dtype: torch.dtype, plan: Plan, free: int) -> float:
+    N, H, V = sizes
     weight = V * H * dtype.itemsize
     sums = weight if plan.rounded_sums else 4 * V * H
     chunks, rest = divmod(N, plan.chunk_rows)
@@ -130,14 +140,14 @@ def _price(N: int, H: int, V: int, dtype: torch.dtype, plan: Plan) -> float:
         rows += rest * gradient_cost(rest, H, MULTIPROCESSORS)
     products = 2 * (2 + max(plan.matrices - 1, 0)) * N + 2 * rows
     time = products * V * H / FLOPS + cdiv(N, plan.chunk_rows) * EXPOSED * (3 * weight + 2 * sums) / BYTES
-    return time * max(memory(N, H, V, dtype, plan), FREE_MEMORY) ** MEMORY_EXPONENT
+    return time * max(memory(N, H, V, dtype, plan), free) ** MEMORY_EXPONENT
 
 
 def described(
-    N: int, H: int, V: int, dtype: torch.dtype, *, on_host: bool, chunk_size: int = 0, matrices: int = 0
-) -> str:  # fmt: skip
-    """Say what the chosen plan is."""
-    chosen = plan(N, H, V, dtype, on_host=on_host, chunk_size=chunk_size, matrices=matrices)
+    sizes: tuple[int, int, int], dtype: torch.dtype, *, on_host: bool, matrices: int = 0, **options: int
+) -> str:
+    """Say what plan is chosen, given the `chunk_size` and what is `free`."""
+    (N, H, V), chosen = sizes, plan(sizes, dtype, on_host=on_host, matrices=matrices, **options)
     found = f"no logits in memory but {32 if on_host else 8 * dtype.itemsize}-bit exponentials"
     if matrices:
         found = f"32-bit logits of {min(chosen.block_rows, N)} at a time"

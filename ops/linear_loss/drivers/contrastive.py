@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmk.ops.common.collectives import gather_from_ranks, sum_over_ranks
 from llmk.ops.linear_loss.chunked import CompactedTokens
-from llmk.ops.linear_loss.chunked.plan import plan
+from llmk.ops.linear_loss.chunked.plan import FREE_MEMORY, plan
 from llmk.ops.linear_loss.head import check_chunk_size, check_temperature
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation, LossGradients, Products, Similarities
 from llmk.ops.linear_loss.kernels.transform import Transform
@@ -122,8 +122,8 @@ class ContrastiveCall(FromArguments):
         stored = stores_products(query, impl)
         if not stored:
             query, keys = query.contiguous(), keys.contiguous()
-        sizes = query.shape[0], query.shape[1], keys.shape[0], query.dtype
-        chosen = plan(*sizes, on_host=impl.on_host, chunk_size=self.chunk_size, matrices=int(stored))
+        options = {"chunk_size": self.chunk_size, "matrices": int(stored), "free": FREE_MEMORY}
+        chosen = plan((*query.shape, keys.shape[0]), query.dtype, on_host=impl.on_host, **options)
         if not (stored or gradients):
             chosen = replace(chosen, chunk_rows=chosen.chunk_rows * STATISTICS_CHUNKS)
         if self.group_name:  # the sum over the ranks is rounded
