@@ -13,6 +13,9 @@ from llmk.accuracy.neighbours import copy_with_layout
 from llmk.registry import Op, Sample
 
 MEMORY = "memory"
+"""What is wrong where results are for it: see `BrokenPromise`."""
+TIME = "time"
+"""What is wrong where the limit of the whole run came before a promise was checked."""
 
 
 class BrokenPromise(AssertionError):

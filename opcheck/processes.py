@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from llmk.opcheck.inputs import TIME
 from llmk.opcheck.report.journal import Journal
 from llmk.opcheck.runner import Result, RunningCheck
 
@@ -74,33 +75,41 @@ def check_in_process(
         command = [sys.executable, "-X", "faulthandler", "-m", "llmk.opcheck", *unit.names, "--device", str(device)]
         command += [*options, "--journal", str(journal.file)]
         while True:
-            died = _run(command, environment, end)
+            ended = _run(command, environment, end)
             if journal.ended():
                 return journal.results()
             running = journal.unfinished()
             last = running or RunningCheck(", ".join(unit.names), "", "import")  # it died before its first check
             where = f" at the sample {last.sample}" if last.sample else ""
-            message = f"{died[0]}{where}{died[1]}"
-            journal.note_result(
-                Result(last.op, str(device), last.dtype, unit.path, last.promise, False, message, 0.0, calls=1)
-            )
+            message = f"{ended.how}{where}{ended.words}"
+            check = last.op, str(device), last.dtype, unit.path, last.promise
+            journal.note_result(Result(*check, False, message, 0.0, calls=1, wrong=ended.wrong))
             if running is None or (end is not None and time.monotonic() >= end):
                 return journal.results()
 
 
-def _run(command: Sequence[str], environment: dict[str, str], end: float | None) -> tuple[str, str]:
-    """Run a process, until a time at most: how it ended, and its last words."""
+@dataclass(frozen=True)
+class _Ended:
+    """How a process ended, its last words, and TIME where that was the limit of the whole run."""
+
+    how: str
+    words: str = ""
+    wrong: str = ""
+
+
+def _run(command: Sequence[str], environment: dict[str, str], end: float | None) -> _Ended:
+    """Run a process, until a time at most."""
     if end is not None and time.monotonic() >= end:
-        return "the time of the whole run was over before it began", ""
+        return _Ended("the time of the whole run was over before it began", wrong=TIME)
     left = None if end is None else end - time.monotonic()
     try:
         process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=left)
     except subprocess.TimeoutExpired:
-        return "the time of the whole run was over", ""
+        return _Ended("the time of the whole run was over", wrong=TIME)
     timeout = _TIMEOUT.search(process.stderr)
     if timeout is not None:
-        return f"it did not end in {timeout[1]}", _stack(process.stderr[timeout.start() :])
-    return f"the process {_death(process.returncode)}", _last_words(process.stderr)
+        return _Ended(f"it did not end in {timeout[1]}", _stack(process.stderr[timeout.start() :]))
+    return _Ended(f"the process {_death(process.returncode)}", _last_words(process.stderr))
 
 
 def _death(code: int) -> str:

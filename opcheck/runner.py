@@ -46,9 +46,9 @@ Check = tuple[str, str, str]
 class Result:
     """The result of one operator, promise, dtype and path; with no calls there was nothing to check.
 
-    The message says what is broken, or is a note. `wrong` is the output or gradient that is wrong, or `memory`, where a
-    broken promise is about one of these; `accepted` is the reason that a baseline gives for it; `no_kernel` is why the
-    interpreter had none.
+    The message says what is broken, or is a note. `wrong` is the output or gradient that is wrong, `memory` or `time`,
+    where a broken promise is about one of these; `accepted` is the reason that a baseline gives for it; `no_kernel` is
+    why the interpreter had none.
     """
 
     op: str

@@ -13,6 +13,7 @@ from compile_tests.helpers.own_op import OWN_OP
 from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
 from llmk.opcheck.processes import Unit, check_in_process, check_in_processes
+from llmk.opcheck.report.causes import causes
 from llmk.registry import OPS
 
 
@@ -190,6 +191,8 @@ def test_the_whole_run_may_have_a_limit(tmp_path: Path) -> None:
     (found,) = check_in_processes([Unit((str(file),), "reference")], torch.device("cpu"), [], 1, longest=0)
     ((result,),) = [found[1]]
     assert result.message == "the time of the whole run was over before it began"
+    (cause,) = causes([result])
+    assert cause.headline.startswith("time: ")
 
 
 @pytest.mark.parametrize(

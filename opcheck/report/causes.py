@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmk.opcheck.inputs import MEMORY
+from llmk.opcheck.inputs import MEMORY, TIME
 from llmk.opcheck.promises.table import INTERPRETER_PROMISES
 from llmk.opcheck.runner import WORST, Result
 
-KINDS = ("wrong values", "wrong gradients", "memory", "side effects", "compile", "habits")
-"""The kinds of faults, the gravest first."""
+KINDS = ("wrong values", "wrong gradients", "memory", "side effects", "compile", "habits", TIME)
+"""The kinds of faults, the gravest first; last what there was no time to check."""
 
 _PROMISES_OF = {
     "wrong gradients": (
@@ -85,7 +85,8 @@ class Cause:
     def headline(self) -> str:
         dtypes = _listed(result.dtype for result in self.results)
         paths = _listed(result.path for result in self.results)
-        return f"{self.kind}: {self.first.op} {dtypes} ({paths}) breaks {self.first.promise}:"
+        verb = "did not get past" if self.kind == TIME else "breaks"
+        return f"{self.kind}: {self.first.op} {dtypes} ({paths}) {verb} {self.first.promise}:"
 
     @property
     def others(self) -> str:
@@ -149,8 +150,8 @@ def _of_kernels(result: Result) -> bool:
 
 
 def _kind(result: Result) -> str:
-    if result.wrong == MEMORY:
-        return "memory"
+    if result.wrong in (MEMORY, TIME):
+        return result.wrong
     if result.promise == "second_derivatives":
         return "habits"
     if result.wrong:
