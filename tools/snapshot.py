@@ -110,7 +110,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.snapshot", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("action", choices=["write", "compare"])
     parser.add_argument("file", type=Path, help="the snapshot, as JSON")
-    parser.add_argument("--only", nargs="+", choices=[*OPS, *LOSSES], help="operators and losses whose results it has")
+    names, words = [*OPS, *LOSSES], "operators and losses whose results it has"
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=words)
     options = parser.parse_args()
     taken = snapshot(options.only or [*OPS, *LOSSES])
     if options.action == "write":
