@@ -30,7 +30,7 @@ from llmk.ops.recurrence._chunk_kernels import (
     l2_norm_kernel,
 )
 from llmk.ops.recurrence._chunks import L2_EPS, Call, chunk_size, sequence_indices
-from llmk.registry import cdiv, empty, next_power_of_2, num_programs, shared_memory, size_hint, wrap_triton
+from llmk.registry import cdiv, empty, next_power_of_2, num_programs, shared_memory, wrap_triton
 
 
 @dataclass(frozen=True)
@@ -131,16 +131,14 @@ def _l2_normalized(x: Tensor) -> Tensor:
 
 
 def _heads_at_once(x: Inputs) -> int:
-    """Return for how many value heads of one key head a program makes what they share, and sums gradients.
+    """Return for how many value heads of one key head a program makes what they share, and sums gradients: up to 16.
 
-    Up to 16, if four programs are left for each multiprocessor. With a correction, where they share two matrices, a
-    program would hold too much in registers.
+    The heads alone decide it, as the order of sums depends on it: a sequence has the same bits in any batch. With a
+    correction, where they share two matrices, a program would hold too much in registers.
     """
-    _, N, H, HK, *_ = x.sizes
+    _, _, H, HK, *_ = x.sizes
     most = 1 if x.beta is not None else min(16, H // HK)
-    programs, least = size_hint(x.rows * N), 4 * num_programs(x.q.device, 1)
-    wanted = (heads for heads in range(most, 1, -1) if H // HK % heads == 0 and programs >= heads * least)
-    return next(wanted, 1)
+    return next((heads for heads in range(most, 1, -1) if H // HK % heads == 0), 1)
 
 
 def _keys_gradient_dtype(x: Inputs, heads: int = 1) -> torch.dtype:

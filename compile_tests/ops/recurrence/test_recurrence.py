@@ -14,7 +14,7 @@ from llmk.functional import gated_delta_rule, gated_linear_attention
 from llmk.opcheck.calls import call
 from llmk.ops.recurrence._naive import token_by_token
 from llmk.registry import OPS, Sample
-from llmk.registry.devices import runs_kernels
+from llmk.registry.devices import INTERPRET, runs_kernels
 
 
 def gradients(fn: Callable[..., Results], tensors: list[Tensor], state: Tensor, **options: Any) -> list[Tensor]:
@@ -210,3 +210,22 @@ def test_the_same_bits_twice(name: str, per_channel: bool, device: torch.device)
         assert a is not None
         assert b is not None
         assert torch.equal(a, b)
+
+
+@pytest.mark.kernels
+def test_gradients_of_shared_keys_have_the_same_bits_in_any_batch(device: torch.device) -> None:
+    """Value heads of one key head are summed in an order that the number of sequences has no part in."""
+    if device.type == "cpu" and not INTERPRET:
+        pytest.skip("PyTorch's own sums on a CPU depend on the number of rows; the interpreter runs the kernels")
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(4, 20, 1, 8, generator=generator).to(device) for _ in range(2))
+    v = torch.randn(4, 20, 4, 8, generator=generator).to(device)
+    g = -torch.rand(4, 20, 4, generator=generator).to(device)
+
+    def grads(rows: slice) -> list[Tensor]:
+        inputs = [x[rows].clone().requires_grad_() for x in (q, k, v, g)]
+        out = gated_linear_attention(*inputs)[0]
+        return [grad[0] for grad in torch.autograd.grad(out.square().sum(), inputs)]
+
+    for alone, among in zip(grads(slice(0, 1)), grads(slice(0, 4)), strict=True):
+        assert torch.equal(alone, among)
