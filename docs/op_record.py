@@ -37,7 +37,12 @@ def record(op: Op) -> Iterator[str]:
 
 def _batch_dependent(op: Op) -> dict[str, str]:
     """Return what a row's bits depend on beside the row on a GPU."""
-    reasons = [f"`{result}` ({prose(reason)})" for result, reason in op.batch_dependent.items()]
+    known = {dtype: op.batch_dependent_in(dtype).items() for dtype in op.dtypes}
+    reasons = []
+    for result, reason in dict.fromkeys(item for items in known.values() for item in items):
+        dtypes = [dtype for dtype, items in known.items() if (result, reason) in items]
+        where = "" if len(dtypes) == len(op.dtypes) else f" in {code_list(dtype_name(dtype) for dtype in dtypes)}"
+        reasons.append(f"`{result}`{where} ({prose(reason)})")
     return {"Rows whose bits depend on the batch on a GPU": ", ".join(reasons)} if reasons else {}
 
 

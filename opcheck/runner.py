@@ -22,7 +22,6 @@ from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
 from llmk.opcheck.promises.kernels import launches
 from llmk.opcheck.promises.settings import remember_state, restore_state
 from llmk.opcheck.promises.table import (
-    ASKED_ON_A_GPU,
     COMPILED,
     GPU_PROMISES,
     HABITS,
@@ -171,13 +170,13 @@ def promises_for(
     left_out = [promise_named(name) for name in skip]
     interprets = (path or path_taken(device)) == "interpreter"
     if device.type == "cpu":
-        known, on_request = (INTERPRETER_PROMISES if interprets else ()) + PROMISES + ON_REQUEST, ON_REQUEST
+        known = (INTERPRETER_PROMISES if interprets else ()) + PROMISES + ON_REQUEST
     elif interprets:
-        known, on_request = OF_KERNELS, ()
+        known = OF_KERNELS
     else:
-        known, on_request = PROMISES + GPU_PROMISES + ON_REQUEST, (*ON_REQUEST, *ASKED_ON_A_GPU)
+        known = PROMISES + GPU_PROMISES + ON_REQUEST
     if names is None:
-        left_out += on_request
+        left_out += ON_REQUEST
     else:
         wanted = [promise_named(name) for name in names]
         known = tuple(promise for promise in known if promise in wanted)

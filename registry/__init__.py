@@ -47,7 +47,7 @@ from llmk.registry.jit import jit
 from llmk.registry.kernel_op import KernelOp, like_first, wrap_triton
 from llmk.registry.launch import empty
 from llmk.registry.public_op import public_op
-from llmk.registry.record import RULE, Cost, Op, Sample, Tolerance
+from llmk.registry.record import RULE, BatchDependent, Cost, Op, Sample, Tolerance
 from llmk.registry.sharding import (
     PARTIAL,
     REPLICATE,
@@ -69,6 +69,7 @@ __all__ = [
     "PARTIAL",
     "REPLICATE",
     "RULE",
+    "BatchDependent",
     "CallOp",
     "Cost",
     "FromArguments",

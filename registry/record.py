@@ -60,6 +60,20 @@ class Tolerance:
     reason: str
 
 
+@dataclass(frozen=True)
+class BatchDependent:
+    """Why a result's rows have other bits beside other rows on a GPU, and for inputs of which dtypes."""
+
+    reason: str
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+
+    @classmethod
+    def float32_products(cls, *results: str) -> dict[str, "str | BatchDependent"]:
+        """`Op.batch_dependent` of results of products that are a library's for float32 alone."""
+        why = cls("products in float32 are cuBLAS's, which chooses by the number of tokens", (torch.float32,))
+        return dict.fromkeys(results, why)
+
+
 RULE = Tolerance(1.5, "the rule for every operator")
 
 
@@ -96,6 +110,7 @@ class Op:
             excuse another choice.
         batch_dependent: Results whose rows have other bits beside other rows on a GPU, though the rows are independent,
             as opcheck names them (`output 0`, `gradient of input`), with the reason: a library's product, most often.
+            A `BatchDependent` gives the dtypes of the inputs too, where it is not all of them.
         unchecked: Promises that opcheck leaves out unless they are named, with the reason: one takes too long, say.
             What may be broken is better accepted in a baseline, where it is known whether it still is.
         patterns: Computations in plain PyTorch that it replaces where `torch.compile(backend="llmk")` finds them.
@@ -118,7 +133,7 @@ class Op:
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=dict)
     error_bound: Callable[..., torch.Tensor | None] | None = None
     exact: bool = False
-    batch_dependent: dict[str, str] = field(default_factory=dict)
+    batch_dependent: dict[str, str | BatchDependent] = field(default_factory=dict)
     unchecked: dict[str, str] = field(default_factory=dict)
     patterns: tuple["RewritePattern", ...] = ()
     choices: tuple[str, ...] = ()
@@ -142,6 +157,13 @@ class Op:
     def is_own(self) -> bool:
         """True for an operator of llmk's, which promises more than PyTorch asks of everybody's."""
         return bool(self.module)
+
+    def batch_dependent_in(self, dtype: torch.dtype) -> dict[str, str]:
+        """Return the results whose rows' bits depend on the batch for inputs of a dtype, with the reasons."""
+        known = {
+            name: BatchDependent(why) if isinstance(why, str) else why for name, why in self.batch_dependent.items()
+        }
+        return {name: why.reason for name, why in known.items() if dtype in why.dtypes}
 
     def argument_names(self) -> list[str]:
         return [argument.name for argument in self.schema.arguments]

@@ -13,7 +13,7 @@ from llmk.opcheck import check
 from llmk.opcheck.promises.rows import IndependentRows, independent_rows, owed, products_by_row, samples_with_rows
 from llmk.opcheck.runner import promises_for
 from llmk.ops.linear_loss.rows.projection import MatrixProjection
-from llmk.registry import OPS, Op, Sample
+from llmk.registry import OPS, BatchDependent, Op, Sample
 from llmk.registry.devices import INTERPRET
 
 CPU = torch.device("cpu")
@@ -117,15 +117,16 @@ def test_an_argument_that_is_as_long_by_chance_has_no_rows() -> None:
 def test_what_a_record_says_of_a_library_is_left_out_on_a_gpu() -> None:
     rows = IndependentRows(0, ("input",), ("output 0", "gradient of input"))
     op: Op = record("square", overload=torch.ops.aten.square.default, batch_dependent={"output 0": "a product"})
-    assert owed(op, rows).results == ("gradient of input",)
-    assert owed(record("square", overload=torch.ops.aten.square.default), rows) == rows
-    known = {name: set(op.batch_dependent) for name, op in OPS.items() if op.batch_dependent}
-    assert known == {
+    assert owed(op, rows, torch.bfloat16).results == ("gradient of input",)
+    known = BatchDependent.float32_products("output 0")
+    op = record("square", overload=torch.ops.aten.square.default, batch_dependent=known)
+    assert owed(op, rows, torch.float32).results == ("gradient of input",)
+    assert owed(op, rows, torch.bfloat16) == rows
+    known_in_bfloat16 = {name: set(op.batch_dependent_in(torch.bfloat16)) for name, op in OPS.items()}
+    assert {name: results for name, results in known_in_bfloat16.items() if results} == {
         "gated_linear": {"output 0", "gradient of gate", "gradient of up"},
         "linear_act": {"output 0", "gradient of input"},
-        "maxsim": {"output 0"},
         "rms_norm_linear": {"output 0", "output 1", "output 2", "gradient of input"},
-        "splade_head": {"output 0", "gradient of input"},
     }
 
 

@@ -70,7 +70,8 @@ def batch_invariant(op: Op, samples: Sequence[Sample]) -> None:
         raise NothingToCheck  # nor are its sums on a GPU the operator's to promise
     chosen = samples_with_rows(op, samples)
     if on_gpu:
-        chosen = [(sample, owed(op, rows)) for sample, rows in chosen + _workload_with_rows(op, samples)]
+        dtype = float_dtype(op, samples[0])
+        chosen = [(sample, owed(op, rows, dtype)) for sample, rows in chosen + _workload_with_rows(op, samples)]
     if not any(rows.results for _, rows in chosen):
         raise NothingToCheck
     found: list[str] = []
@@ -82,9 +83,10 @@ def batch_invariant(op: Op, samples: Sequence[Sample]) -> None:
         raise BrokenPromise("; ".join(found))
 
 
-def owed(op: Op, rows: IndependentRows) -> IndependentRows:
+def owed(op: Op, rows: IndependentRows, dtype: torch.dtype) -> IndependentRows:
     """Leave out what the record says to depend on the batch on a GPU."""
-    return replace(rows, results=tuple(result for result in rows.results if result not in op.batch_dependent))
+    known = op.batch_dependent_in(dtype)
+    return replace(rows, results=tuple(result for result in rows.results if result not in known))
 
 
 def samples_with_rows(op: Op, samples: Sequence[Sample]) -> list[tuple[Sample, IndependentRows]]:

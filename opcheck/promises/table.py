@@ -104,8 +104,6 @@ OF_KERNELS: tuple[Promise, ...] = (*INTERPRETER_PROMISES, every_kernel_ends)
 """Asked of a GPU's kernels in the interpreter."""
 ON_REQUEST: tuple[Promise, ...] = (compiled_shapes,)
 """Asked by name only: on a CPU they take longer than all the others."""
-ASKED_ON_A_GPU: frozenset[Promise] = frozenset({batch_invariant})
-"""Asked there by name only: what a library's products do with few rows is not the operator's to promise."""
 GPU_PROMISES: tuple[Promise, ...] = (cuda_graphs, no_host_sync, other_stream, other_device)
 
 IN_ONE_DTYPE: frozenset[Promise] = frozenset(

@@ -42,7 +42,7 @@ from llmk.ops.linear_loss._records import (
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.loss.cross_entropy import cross_entropy_reference
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
-from llmk.registry import Sample, public_op
+from llmk.registry import BatchDependent, Sample, public_op
 
 
 def fused_linear_ce_reference(
@@ -146,6 +146,7 @@ WORKLOADS = token_workloads(
         "in eager mode a call of few rows waits for the host, whose launches take 3 to 6 ms of a busy one: "
         "8192x2048x32000 takes 5.4 ms on an H200, 1.16 times the products",
     ),
+    batch_dependent=BatchDependent.float32_products("output 0", "gradient of input"),
 )
 def fused_linear_ce(
     input: Tensor,

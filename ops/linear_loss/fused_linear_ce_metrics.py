@@ -12,7 +12,7 @@ from llmk.ops.linear_loss._records import linear_cost, logits_reference, token_r
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce_reference, fused_linear_ce_samples
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
-from llmk.registry import public_op
+from llmk.registry import BatchDependent, public_op
 
 KERNEL_OPS = CrossEntropyOps("fused_linear_ce_metrics")
 
@@ -41,6 +41,7 @@ def fused_linear_ce_metrics_reference(
     samples=fused_linear_ce_samples,
     resized=token_resized,
     cost=linear_cost,
+    batch_dependent=BatchDependent.float32_products("output 0", "output 1", "output 2", "gradient of input"),
 )
 def fused_linear_ce_metrics(
     input: Tensor,

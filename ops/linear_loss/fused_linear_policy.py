@@ -39,6 +39,7 @@ from llmk.ops.linear_loss.objectives.policy import (
 )
 from llmk.registry import (
     LARGEST,
+    BatchDependent,
     Sample,
     check_dtype,
     check_number,
@@ -179,6 +180,7 @@ def fused_linear_policy_workloads(device: torch.device, dtype: torch.dtype) -> I
     resized=fused_linear_policy_resized,
     workloads=fused_linear_policy_workloads,
     cost=linear_cost,
+    batch_dependent=BatchDependent.float32_products("output 1", "output 2", "gradient of input"),
 )
 def fused_linear_policy(
     input: Tensor,

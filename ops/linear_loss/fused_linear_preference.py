@@ -33,6 +33,7 @@ from llmk.ops.linear_loss.objectives.preference import (
 )
 from llmk.registry import (
     LARGEST,
+    BatchDependent,
     Sample,
     check_dtype,
     check_finite,
@@ -142,6 +143,7 @@ def fused_linear_preference_workloads(device: torch.device, dtype: torch.dtype) 
     resized=fused_linear_preference_resized,
     workloads=fused_linear_preference_workloads,
     cost=linear_cost,
+    batch_dependent=BatchDependent.float32_products("output 1", "output 2", "gradient of input"),
 )
 def fused_linear_preference(
     input: Tensor,

@@ -43,7 +43,7 @@ from llmk.ops.linear_loss._records import (
 from llmk.ops.linear_loss.chunked import local_fields, with_shard
 from llmk.ops.linear_loss.drivers.logprobs import CandidatesCall, linear_logprobs_bwd, linear_logprobs_fwd
 from llmk.ops.linear_loss.head import DIFFERENTIABLE
-from llmk.registry import Cost, Sample, public_op
+from llmk.registry import BatchDependent, Cost, Sample, public_op
 
 
 @one_rank
@@ -177,6 +177,7 @@ def linear_logprobs_plan(input: Tensor, linear_weight: Tensor, target: Tensor, *
     cost=linear_logprobs_cost,
     plan=linear_logprobs_plan,
     patterns=LINEAR_LOGPROBS,
+    batch_dependent=BatchDependent.float32_products("output 0", "output 1", "gradient of input"),
 )
 def linear_logprobs(
     input: Tensor,

@@ -27,7 +27,7 @@ from torch import Tensor
 from llmk.ops.linear_loss._records import Make, linear_cost, one_rank, token_resized
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce_reference, fused_linear_ce_samples
-from llmk.registry import Sample, public_op
+from llmk.registry import BatchDependent, Sample, public_op
 
 KERNEL_OPS = CrossEntropyOps("vocab_parallel_linear_ce")
 
@@ -59,6 +59,7 @@ def vocab_parallel_linear_ce_workloads(device: torch.device, dtype: torch.dtype)
     resized=token_resized,
     workloads=vocab_parallel_linear_ce_workloads,
     cost=linear_cost,
+    batch_dependent=BatchDependent.float32_products("output 0", "gradient of input"),
 )
 def vocab_parallel_linear_ce(
     input: Tensor,

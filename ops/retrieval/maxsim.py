@@ -36,7 +36,17 @@ from llmk.ops.retrieval._maxima import (
     count_of,
     padded,
 )
-from llmk.registry import Cost, KernelOp, Sample, check_flag, check_same, or_no_gradient, public_op, replicate_only
+from llmk.registry import (
+    BatchDependent,
+    Cost,
+    KernelOp,
+    Sample,
+    check_flag,
+    check_same,
+    or_no_gradient,
+    public_op,
+    replicate_only,
+)
 
 
 def maxsim_reference(
@@ -191,9 +201,7 @@ def maxsim_cost(
     resized=normal_resized(lambda rows: ((rows, 3, 16), (5, 7, 16))),
     workloads=maxsim_workloads,
     cost=maxsim_cost,
-    batch_dependent={
-        "output 0": "products in float32 are cuBLAS's, which chooses by the number of tokens",
-    },
+    batch_dependent=BatchDependent.float32_products("output 0"),
 )
 def maxsim(
     query: Tensor,

@@ -37,6 +37,7 @@ from llmk.ops.retrieval._maxima import (
     padded,
 )
 from llmk.registry import (
+    BatchDependent,
     Cost,
     KernelOp,
     Sample,
@@ -169,10 +170,7 @@ def splade_head_cost(
     resized=splade_head_resized,
     workloads=splade_head_workloads,
     cost=splade_head_cost,
-    batch_dependent={
-        "output 0": "products in float32 are cuBLAS's, which chooses by the number of tokens",
-        "gradient of input": "it has the output's bits as a factor",
-    },
+    batch_dependent=BatchDependent.float32_products("output 0", "gradient of input"),
 )
 def splade_head(
     input: Tensor,
