@@ -62,11 +62,12 @@ def check_like(name: str, tensor: Tensor, other_name: str, other: Tensor) -> Non
 
 
 def check_parameter(
-    name: str, tensor: Tensor | None, expected: Sequence[int], meaning: str, other_name: str, other: Tensor
-) -> None:
-    """Floating-point numbers of a shape on the device of `other`, or None."""
+    name: str, tensor: Tensor | None, expected: Sequence[int], meaning: str, other_name: str, other: Tensor,
+    dtypes: Sequence[object] = FLOAT_DTYPES,
+) -> None:  # fmt: skip
+    """Numbers of a shape on the device of `other`, or None."""
     if tensor is not None:
-        check_dtype(name, tensor)
+        check_dtype(name, tensor, dtypes)
         check_shape(name, tensor, expected, meaning)
         check_same(name, tensor, other_name, other)
 

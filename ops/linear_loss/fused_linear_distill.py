@@ -54,13 +54,12 @@ from llmk.registry import (
     Sample,
     check_dtype,
     check_number,
+    check_parameter,
     check_same,
-    check_shape,
     check_switch,
     public_op,
 )
 from llmk.registry.checks import TINY
-from llmk.registry.record import FLOAT_DTYPES
 
 
 def fused_linear_distill_reference(
@@ -460,9 +459,8 @@ def _check_teacher(call: TeachersCall, i: int, teacher: Teacher) -> None:
     classes = teacher.linear_weight.shape[0]
     if teacher.vocab_map is not None:
         ids = teacher.vocab_map
-        check_dtype(f"vocab_map[{i}]", ids, (torch.int64,))
-        check_shape(f"vocab_map[{i}]", ids, (classes,), f"one for each class of teacher_linear_weight[{i}]")
-        check_same(f"vocab_map[{i}]", ids, "input", call.input)
+        meaning = f"one for each class of {names[1]}"
+        check_parameter(f"vocab_map[{i}]", ids, (classes,), meaning, "input", call.input, (torch.int64,))
         classes = call.num_classes
     check_teacher_fits(call, names[0], teacher.input, names[1], classes, call.num_classes)
     check_number(f"teacher_temperature[{i}]", teacher.temperature, TINY, LARGEST, "a finite positive number")
@@ -475,16 +473,14 @@ def _check_topk(call: TeachersCall, i: int, ids: Tensor, logprobs: Tensor) -> No
     if len(shape) != len(tokens) + 1 or shape[:-1] != tokens or shape[-1] == 0:
         raise ValueError(f"{names[0]}: expected shape {tokens} and at least one class for each token, got {shape}")
     check_same(names[0], ids, "input", call.input)
-    check_dtype(names[1], logprobs, FLOAT_DTYPES)
-    check_shape(names[1], logprobs, shape, f"that of {names[0]}")
-    check_same(names[1], logprobs, "input", call.input)
+    check_parameter(names[1], logprobs, shape, f"that of {names[0]}", "input", call.input)
 
 
 def _checked_teacher_weight(teacher_weight: Tensor | None, input: Tensor, D: int) -> Tensor | None:
     """Check the weights `[D]` or `[..., D]` of D teachers and return the latter."""
     if teacher_weight is None:
         return None
-    check_dtype("teacher_weight", teacher_weight, FLOAT_DTYPES)
+    check_dtype("teacher_weight", teacher_weight)
     shape = (*input.shape[:-1], D)
     if teacher_weight.shape != shape and teacher_weight.shape != (D,):
         got = tuple(teacher_weight.shape)

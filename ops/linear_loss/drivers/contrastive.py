@@ -30,6 +30,7 @@ from llmk.registry import (
     autocast_dtype,
     check_dtype,
     check_option,
+    check_parameter,
     check_same,
     check_shape,
     empty,
@@ -184,9 +185,7 @@ def _check_ids(call: ContrastiveCall) -> None:
             continue
         if name not in rows:
             raise ValueError(f"{name}: expected None without negatives, got shape {tuple(ids.shape)}")
-        check_dtype(name, ids, INTEGERS)
-        check_shape(name, ids, rows[name].shape[:1], "one for each row")
-        check_same(name, ids, "query", call.query)
+        check_parameter(name, ids, rows[name].shape[:1], "one for each row", "query", call.query, INTEGERS)
 
 
 def _joined(first: Tensor, second: Tensor | None) -> Tensor:

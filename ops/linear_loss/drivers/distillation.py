@@ -18,8 +18,8 @@ from llmk.registry import (
     PARTIAL,
     REPLICATE,
     KernelOp,
-    check_dtype,
     check_number,
+    check_parameter,
     check_same,
     check_shape,
     check_switch,
@@ -27,7 +27,6 @@ from llmk.registry import (
     replicate_only,
     row_axes,
 )
-from llmk.registry.record import FLOAT_DTYPES
 
 SMALLEST_SIZE = 2.0**-24
 """The smallest size that is measured: float16's smallest number, as logits of that dtype hold no smaller gradient."""
@@ -200,12 +199,7 @@ def check_teacher_fits(
 
 def check_call(call: DistillationCall) -> None:
     """Check what does not depend on the teachers."""
-    for name, each, dtypes in (
-        ("labels", call.labels, (torch.int64, torch.int32)),
-        ("row_weight", call.row_weight, FLOAT_DTYPES),
-    ):
-        if each is not None:
-            check_dtype(name, each, dtypes)
-            check_shape(name, each, call.tokens, "one for each token")
-            check_same(name, each, "input", call.input)
+    like = call.tokens, "one for each token", "input", call.input
+    check_parameter("labels", call.labels, *like, (torch.int64, torch.int32))
+    check_parameter("row_weight", call.row_weight, *like)
     check_number("beta", call.beta, 0.0, 1.0, "a number from 0 to 1")
