@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ class Make:
         positions = torch.arange(target.numel(), device=self.device, dtype=torch.int64).view(shape)
         return target.masked_fill(positions % 4 == 3, ignore_index)
 
+    def tokens(self, V: int, *shape: int, H: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+        """Return hidden states of tokens, a weight of V classes, and targets, every fourth of which is ignored."""
+        return self.randn(*shape, H), self.randn(V, H), self.classes(V, *shape)
+
     def support(self, candidates: Tensor, V: int, L: int) -> Tensor:
         """Return supports `[..., L]` with the candidates `[..., K]`, one of them twice, and padding between others.
 
@@ -48,6 +52,25 @@ class Make:
         return torch.full(shape, -100, device=self.device, dtype=torch.int64)
 
 
+Sized: TypeAlias = Callable[[Sequence[int], torch.device, torch.dtype], Sample]
+"""Makes a workload of some sizes, the number of rows first."""
+
+
+def workloads(sized: Sized, *sizes: Sequence[int]) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
+    """Return a record's workloads: one of each sizes."""
+    return lambda device, dtype: (sized(each, device, dtype) for each in sizes)
+
+
+def resized(sized: Sized, *sizes: int) -> Callable[[int, torch.device, torch.dtype], Sample]:
+    """Return a record's sample of any number of rows, in chunks of 32: a workload with these other sizes."""
+
+    def sample(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+        made = sized((rows, *sizes), device, dtype)
+        return Sample(made.args, made.kwargs | {"chunk_size": 32}, why="resized")
+
+    return sample
+
+
 def token_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Sample:
     """Return a workload of N tokens, H features and V classes, the sizes."""
     make, (N, H, V) = Make(device, dtype), sizes
@@ -55,14 +78,7 @@ def token_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtyp
     return Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
 
 
-def token_workloads(*sizes: tuple[int, int, int]) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
-    """Return a record's workloads: one of N tokens, H features and V classes for each size (N, H, V)."""
-    return lambda device, dtype: (token_workload(each, device, dtype) for each in sizes)
-
-
-def token_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, linear_weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
-    return Sample((x, linear_weight, torch.randint(0, 40, (rows,), device=device)), {"chunk_size": 32}, why="resized")
+token_resized = resized(token_workload, 16, 40)
 
 
 def keeps_exponentials(input: Tensor, linear_weight: Tensor) -> bool:

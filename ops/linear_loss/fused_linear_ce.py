@@ -37,7 +37,7 @@ from llmk.ops.linear_loss._records import (
     rows_plan,
     token_resized,
     token_workload,
-    token_workloads,
+    workloads,
 )
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.loss.cross_entropy import cross_entropy_reference
@@ -71,55 +71,44 @@ KERNEL_OPS = CrossEntropyOps("fused_linear_ce", splits_tokens=True)
 
 def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     make = Make(device, dtype)
-    randn, classes = make.randn, make.classes
+    randn, classes, tokens = make.randn, make.classes, make.tokens
     everything = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 1e-2}
-    yield Sample((randn(8, 16), randn(32, 16), classes(32, 8)), why="powers of two")
-    yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5)), {"chunk_size": 4}, why="three chunks, odd sizes")
-    yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), {"chunk_size": 2}, why="six chunks: float32 sums")
+    yield Sample(tokens(32, 8, H=16), why="powers of two")
+    yield Sample(tokens(37, 2, 5), {"chunk_size": 4}, why="three chunks, odd sizes")
+    yield Sample(tokens(37, 11), {"chunk_size": 2}, why="six chunks: float32 sums")
     kwargs: dict[str, Any] = {"logits_dtype": dtype, "linear_bias": randn(37), "chunk_size": 4, **everything}
-    yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why="logits of the input's dtype")
+    yield Sample(tokens(37, 11), kwargs, why="logits of the input's dtype")
     for reduction in ("none", "sum", "mean"):
-        weight = torch.rand(37, device=device, dtype=dtype) + 0.5
+        weight = make.rand(37) + 0.5
         kwargs = {"weight": weight, "linear_bias": randn(37), "reduction": reduction, "chunk_size": 5, **everything}
-        yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why=f"every option, {reduction}")
+        yield Sample(tokens(37, 11), kwargs, why=f"every option, {reduction}")
         target = classes(37, 2, 5)
         yield Sample((randn(2, 5, 12), randn(37, 12), target), {"reduction": reduction}, why=f"no option, {reduction}")
     V = LONGEST_SHORT + 1
-    kwargs = {"weight": torch.rand(V, device=device, dtype=dtype) + 0.5, "chunk_size": 4, **everything}
-    yield Sample((randn(5, 12), randn(V, 12), classes(V, 5)), kwargs, why=f"every option, {V} classes")
+    kwargs = {"weight": make.rand(V) + 0.5, "chunk_size": 4, **everything}
+    yield Sample(tokens(V, 5), kwargs, why=f"every option, {V} classes")
     for reduction in ("none", "sum", "mean"):
-        row_weight = torch.rand(11, device=device, dtype=dtype).masked_fill(classes(2, 11) == 0, 0.0)
+        row_weight = make.rand(11).masked_fill(classes(2, 11) == 0, 0.0)
         kwargs = {"row_weight": row_weight, "reduction": reduction, "chunk_size": 5}
-        yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why=f"a weight a token, {reduction}")
-        kwargs = {
-            "row_weight": row_weight,
-            "weight": weight,
-            "skip_ignored": False,
-            "reduction": reduction,
-            **everything,
-        }
-        yield Sample(
-            (randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why=f"ignored tokens not skipped, {reduction}"
-        )
+        yield Sample(tokens(37, 11), kwargs, why=f"a weight a token, {reduction}")
+        kwargs = {"row_weight": row_weight, "weight": weight, "skip_ignored": False, "reduction": reduction}
+        yield Sample(tokens(37, 11, H=16), kwargs | everything, why=f"ignored tokens not skipped, {reduction}")
     kwargs = {"linear_bias": randn(37), "skip_ignored": False, "chunk_size": 4}
-    yield Sample((randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why="not skipped, three chunks and a bias")
+    yield Sample(tokens(37, 11, H=16), kwargs, why="not skipped, three chunks and a bias")
     nothing = make.ignored(4)
     yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": False}, why="every target ignored, not skipped")
-    yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), {"reduction": "sum"}, why="no tokens")
-    yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
+    yield Sample(tokens(32, 0, H=16), {"reduction": "sum"}, why="no tokens")
+    yield Sample(tokens(32, H=16), why="one token, one dimension")
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
     yield Sample((randn(12, 9).t(), randn(12, 37).t(), classes(37, 18)[::2]), why="everything strided")
-    yield Sample(
-        (randn(4, 8), randn(32, 8), make.ignored(4)),
-        why="every target ignored: NaN",
-    )
-    yield Sample((randn(2, 4), randn(100_003, 4), classes(100_003, 2)), why="100,003 classes")
+    yield Sample((randn(4, 8), randn(32, 8), nothing), why="every target ignored: NaN")
+    yield Sample(tokens(100_003, 2, H=4), why="100,003 classes")
     yield Sample((1e4 * randn(5, 8), 0.1 * randn(37, 8), classes(37, 5)), why="large values")
 
 
-WORKLOADS = token_workloads(
-    (8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936), (4096, 4096, 32000), (4096, 2048, 50257),
-    (32768, 4096, 128256), (1024, 4096, 128256), (16384, 1152, 262144),
+WORKLOADS = workloads(
+    token_workload, (8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936), (4096, 4096, 32000),
+    (4096, 2048, 50257), (32768, 4096, 128256), (1024, 4096, 128256), (16384, 1152, 262144),
 )  # fmt: skip
 
 

@@ -17,13 +17,14 @@ multiplies by it, as in `fused_linear_ce.py`.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._records import Make, one_rank
+from llmk.ops.linear_loss._records import Make, one_rank, resized
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
 from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill_cost, fused_linear_distill_reference
 from llmk.registry import Cost, Sample, public_op
@@ -51,12 +52,16 @@ def one_teacher_reference(
 KERNEL_OPS = DistillationOps("fused_linear_jsd", splits=True)
 
 
+def student_and_teacher(make: Make, V: int, *tokens: int, H: int = 12) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    randn = make.randn
+    return randn(*tokens, H), randn(V, H), randn(*tokens, H + 8), randn(V, H + 8)
+
+
 def fused_linear_jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     make = Make(device, dtype)
     randn = make.randn
 
-    def both(V: int, *tokens: int, H: int = 12) -> tuple[Tensor, ...]:
-        return randn(*tokens, H), randn(V, H), randn(*tokens, H + 8), randn(V, H + 8)
+    both = partial(student_and_teacher, make)
 
     def labels(*shape: int) -> Tensor:
         positions = torch.arange(math.prod(shape), device=device, dtype=torch.int64).view(shape)
@@ -75,7 +80,7 @@ def fused_linear_jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterat
             "softcap": 4.0,
             "teacher_softcap": 3.0,
             "chunk_size": 5,
-            "row_weight": torch.rand(11, device=device, dtype=dtype),
+            "row_weight": make.rand(11),
         }
         yield Sample(both(37, 11), kwargs, why=f"beta {beta}, every option")
         yield Sample(both(37, 11, H=16), kwargs | {"skip_ignored": True}, why=f"beta {beta}, ignored tokens skipped")
@@ -92,20 +97,18 @@ def fused_linear_jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterat
     yield Sample((3 * x, weight, 3 * teacher_x, teacher_weight), {"beta": 0.1, "temperature": 0.5}, why="peaked")
 
 
-def fused_linear_jsd_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
-    teacher_x, teacher_weight = (torch.randn(n, 24, device=device, dtype=dtype) for n in (rows, 40))
-    return Sample((x, weight, teacher_x, teacher_weight), {"chunk_size": 32}, why="resized")
+def teacher_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Sample:
+    """Return a workload of N tokens, H features, V classes and H' features of the teacher, the sizes."""
+    make, (N, H, V, teacher_H) = Make(device, dtype), sizes
+    x, teacher_x = (make.randn(N, n) for n in (H, teacher_H))
+    weight, teacher_weight = (make.randn(V, n) / n**0.5 for n in (H, teacher_H))
+    return Sample((x, weight, teacher_x, teacher_weight), why=f"{N}x{H}x{V}, teacher {teacher_H}")
 
 
 def fused_linear_jsd_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    N, H, V, teacher_H = 4096, 2048, 128256, 4096
-    x, teacher_x = (torch.randn(N, n, device=device, dtype=dtype) for n in (H, teacher_H))
-    weight, teacher_weight = (torch.randn(V, n, device=device, dtype=dtype) / n**0.5 for n in (H, teacher_H))
     for beta in (0.0, 0.5):
-        yield Sample(
-            (x, weight, teacher_x, teacher_weight), {"beta": beta}, why=f"{N}x{H}x{V}, teacher {teacher_H}, {beta}"
-        )
+        made = teacher_workload((4096, 2048, 128256, 4096), device, dtype)
+        yield Sample(made.args, {"beta": beta}, why=f"{made.why}, {beta}")
 
 
 def fused_linear_jsd_cost(
@@ -120,7 +123,7 @@ def fused_linear_jsd_cost(
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=KERNEL_OPS.kernel_ops,
     samples=fused_linear_jsd_samples,
-    resized=fused_linear_jsd_resized,
+    resized=resized(teacher_workload, 16, 40, 24),
     workloads=fused_linear_jsd_workloads,
     cost=fused_linear_jsd_cost,
 )

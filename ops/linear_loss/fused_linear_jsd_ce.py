@@ -5,15 +5,20 @@ sharded: the cross entropy takes one pass more over the student's logits, and bo
 between them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._records import Make
+from llmk.ops.linear_loss._records import Make, resized, workloads
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
-from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd_cost, one_teacher_reference
+from llmk.ops.linear_loss.fused_linear_jsd import (
+    fused_linear_jsd_cost,
+    one_teacher_reference,
+    student_and_teacher,
+    teacher_workload,
+)
 from llmk.registry import LARGEST, Sample, check_number, public_op
 from llmk.registry.checks import TINY
 
@@ -35,7 +40,7 @@ def fused_linear_jsd_ce_samples(device: torch.device, dtype: torch.dtype) -> Ite
 
     def given(V: int, *tokens: int, H: int = 12) -> tuple[Tensor, ...]:
         labels = make.classes(V, *tokens)
-        return randn(*tokens, H), randn(V, H), randn(*tokens, H + 8), randn(V, H + 8), labels
+        return *student_and_teacher(make, V, *tokens, H=H), labels
 
     yield Sample(given(32, 8), why="powers of two")
     kwargs = {
@@ -45,7 +50,7 @@ def fused_linear_jsd_ce_samples(device: torch.device, dtype: torch.dtype) -> Ite
         "softcap": 4.0,
         "teacher_softcap": 3.0,
         "ce_weight": 0.4,
-        "row_weight": torch.rand(2, 5, device=device, dtype=dtype),
+        "row_weight": make.rand(2, 5),
     }
     for beta in (0.0, 0.3, 1.0):
         yield Sample(given(37, 2, 5), kwargs | {"beta": beta, "chunk_size": 8}, why=f"beta {beta}, every option")
@@ -58,19 +63,9 @@ def fused_linear_jsd_ce_samples(device: torch.device, dtype: torch.dtype) -> Ite
     yield Sample((x, weight, teacher_x, teacher_weight, torch.full_like(labels, -100)), why="no token counts: NaN")
 
 
-def fused_linear_jsd_ce_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
-    teacher_x, teacher_weight = (torch.randn(n, 24, device=device, dtype=dtype) for n in (rows, 40))
-    labels = torch.randint(0, 40, (rows,), device=device)
-    return Sample((x, weight, teacher_x, teacher_weight, labels), {"chunk_size": 32}, why="resized")
-
-
-def fused_linear_jsd_ce_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    N, H, V, teacher_H = 4096, 2048, 128256, 4096
-    x, teacher_x = (torch.randn(N, n, device=device, dtype=dtype) for n in (H, teacher_H))
-    weight, teacher_weight = (torch.randn(V, n, device=device, dtype=dtype) / n**0.5 for n in (H, teacher_H))
-    labels = torch.randint(0, V, (N,), device=device)
-    yield Sample((x, weight, teacher_x, teacher_weight, labels), why=f"{N}x{H}x{V}, teacher {teacher_H}")
+def fused_linear_jsd_ce_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Sample:
+    made, (N, _, V, _) = teacher_workload(sizes, device, dtype), sizes
+    return Sample((*made.args, torch.randint(0, V, (N,), device=device)), why=made.why)
 
 
 @public_op(
@@ -78,8 +73,8 @@ def fused_linear_jsd_ce_workloads(device: torch.device, dtype: torch.dtype) -> I
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=KERNEL_OPS.kernel_ops,
     samples=fused_linear_jsd_ce_samples,
-    resized=fused_linear_jsd_ce_resized,
-    workloads=fused_linear_jsd_ce_workloads,
+    resized=resized(fused_linear_jsd_ce_workload, 16, 40, 24),
+    workloads=workloads(fused_linear_jsd_ce_workload, (4096, 2048, 128256, 4096)),
     cost=fused_linear_jsd_cost,
 )
 def fused_linear_jsd_ce(

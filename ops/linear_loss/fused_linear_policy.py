@@ -17,7 +17,8 @@ the loss. In the forward pass `drivers/logprobs.py` makes the gradients from the
 the backward pass multiplies them by that of the loss.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import scale_op
-from llmk.ops.linear_loss._records import Make, linear_cost, one_rank
+from llmk.ops.linear_loss._records import Make, linear_cost, one_rank, resized, workloads
 from llmk.ops.linear_loss.drivers.logprobs import GroupsCall, groups_op
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
 from llmk.ops.linear_loss.objectives.policy import (
@@ -41,10 +42,9 @@ from llmk.registry import (
     LARGEST,
     BatchDependent,
     Sample,
-    check_dtype,
     check_number,
     check_option,
-    check_same,
+    check_parameter,
     check_shape,
     public_op,
 )
@@ -154,22 +154,13 @@ def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Ite
     yield Sample(strided, kwargs, why="strided, int32, an advantage for each sequence")
 
 
-def fused_linear_policy_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, linear_weight = (torch.randn(*n, 16, device=device, dtype=dtype) for n in ((rows, 4), (40,)))
-    target = torch.randint(0, 40, (rows, 4), device=device)
-    advantages = torch.randn(rows, 4, device=device, dtype=dtype)
-    return Sample((x, linear_weight / 4, target), {"advantages": advantages, "chunk_size": 32}, why="resized")
-
-
-def fused_linear_policy_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for B, S, H, V in [(8, 512, 4096, 128256), (8, 4096, 2048, 151936)]:
-        x = torch.randn(B, S, H, device=device, dtype=dtype)
-        linear_weight = torch.randn(V, H, device=device, dtype=dtype) / H**0.5
-        target = torch.randint(0, V, (B, S), device=device)
-        advantages = torch.randn(B, 1, device=device, dtype=torch.float32).expand(B, S)
-        old_logps = torch.full((B, S), -12.3, dtype=torch.float32, device=device)
-        kwargs = {"advantages": advantages, "old_logps": old_logps}
-        yield Sample((x, linear_weight, target), kwargs, why=f"{B}x{S}x{H}x{V}")
+def fused_linear_policy_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Sample:
+    """Return a workload of B sequences of S tokens, H features and V classes, the sizes."""
+    make, (B, S, H, V) = Make(device, dtype), sizes
+    args = make.randn(B, S, H), make.randn(V, H) / H**0.5, torch.randint(0, V, (B, S), device=device)
+    advantages = torch.randn(B, 1, device=device, dtype=torch.float32).expand(B, S)
+    old_logps = torch.full((B, S), -math.log(V) - 0.5, dtype=torch.float32, device=device)
+    return Sample(args, {"advantages": advantages, "old_logps": old_logps}, why=f"{B}x{S}x{H}x{V}")
 
 
 @public_op(
@@ -177,8 +168,8 @@ def fused_linear_policy_workloads(device: torch.device, dtype: torch.dtype) -> I
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=(fused_linear_policy_fwd.op, scale),
     samples=fused_linear_policy_samples,
-    resized=fused_linear_policy_resized,
-    workloads=fused_linear_policy_workloads,
+    resized=resized(fused_linear_policy_workload, 4, 16, 40),
+    workloads=workloads(fused_linear_policy_workload, (8, 512, 4096, 128256), (8, 4096, 2048, 151936)),
     cost=linear_cost,
     batch_dependent=BatchDependent.float32_products("output 1", "output 2", "gradient of input"),
 )
@@ -280,13 +271,10 @@ def fused_linear_policy(
     """
     call = PolicyCall.checked(locals())
     _check_call(call)
-    for name in ("target", *PER_TOKEN):
-        tensor = getattr(call, name)
-        if tensor is not None:
-            if name != "target":
-                check_dtype(name, tensor)
-            check_shape(name, tensor, tuple(call.tokens), "one for each token of input")
-            check_same(name, tensor, "input", call.input)
+    meaning = "one for each token of input"
+    check_shape("target", target, call.tokens, meaning)
+    for name in PER_TOKEN:
+        check_parameter(name, getattr(call, name), call.tokens, meaning, "input", call.input)
     if support is None:
         loss, logprobs, entropy, *_ = fused_linear_policy_fwd(call)
         return loss, logprobs, entropy

@@ -13,7 +13,8 @@ known once the group's log-probabilities are. So forward, a chunk of whole group
 of each log-probability, and the chunk's exponentials those of the inputs as in `fused_linear_ce.py`: three products.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import scale_op
-from llmk.ops.linear_loss._records import Make, linear_cost, one_rank
+from llmk.ops.linear_loss._records import Make, linear_cost, one_rank, resized, workloads
 from llmk.ops.linear_loss.drivers.logprobs import GroupsCall, groups_op
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
 from llmk.ops.linear_loss.objectives.preference import (
@@ -35,11 +36,10 @@ from llmk.registry import (
     LARGEST,
     BatchDependent,
     Sample,
-    check_dtype,
     check_finite,
     check_number,
     check_option,
-    check_same,
+    check_parameter,
     check_shape,
     public_op,
 )
@@ -120,19 +120,12 @@ def fused_linear_preference_samples(device: torch.device, dtype: torch.dtype) ->
     yield Sample(strided, {"loss_type": "simpo", "beta": 2.0}, why="strided, int32")
 
 
-def fused_linear_preference_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, linear_weight = (torch.randn(*n, 16, device=device, dtype=dtype) for n in ((rows, 2, 4), (40,)))
-    target = torch.randint(0, 40, (rows, 2, 4), device=device)
-    return Sample((x, linear_weight / 4, target), {"chunk_size": 32}, why="resized")
-
-
-def fused_linear_preference_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for G, S, H, V in [(4, 512, 4096, 128256), (4, 512, 2048, 151936)]:
-        x = torch.randn(G, 2, S, H, device=device, dtype=dtype)
-        linear_weight = torch.randn(V, H, device=device, dtype=dtype) / H**0.5
-        target = torch.randint(0, V, (G, 2, S), device=device)
-        ref_logps = torch.full((G, 2), -12.0 * S, dtype=torch.float32, device=device)
-        yield Sample((x, linear_weight, target), {"ref_logps": ref_logps}, why=f"{G}x2x{S}x{H}x{V}")
+def fused_linear_preference_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Sample:
+    """Return a workload of G pairs of sequences of S tokens, H features and V classes, the sizes."""
+    make, (G, S, H, V) = Make(device, dtype), sizes
+    args = make.randn(G, 2, S, H), make.randn(V, H) / H**0.5, torch.randint(0, V, (G, 2, S), device=device)
+    ref_logps = torch.full((G, 2), -S * math.log(V), dtype=torch.float32, device=device)
+    return Sample(args, {"ref_logps": ref_logps}, why=f"{G}x2x{S}x{H}x{V}")
 
 
 @public_op(
@@ -140,8 +133,8 @@ def fused_linear_preference_workloads(device: torch.device, dtype: torch.dtype) 
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=(fused_linear_preference_fwd.op, scale),
     samples=fused_linear_preference_samples,
-    resized=fused_linear_preference_resized,
-    workloads=fused_linear_preference_workloads,
+    resized=resized(fused_linear_preference_workload, 4, 16, 40),
+    workloads=workloads(fused_linear_preference_workload, (4, 512, 4096, 128256), (4, 512, 2048, 151936)),
     cost=linear_cost,
     batch_dependent=BatchDependent.float32_products("output 1", "output 2", "gradient of input"),
 )
@@ -249,19 +242,13 @@ def _check_loss(call: PreferenceCall) -> None:
 
 
 def _check_tensors(call: PreferenceCall) -> None:
-    tokens, (G, M), given = tuple(call.tokens), call.tokens[:2], {"target": call.target, **vars(call.terms)}
+    tokens, (G, M) = call.tokens, call.tokens[:2]
     types = call.terms.loss_type.count("+") + 1
+    check_shape("target", call.target, tokens, "one for each token of input")
     for name, shape, meaning in (
-        ("target", tokens, "one for each token of input"),
         ("ref_logps", (G, M), "one for each sequence"),
         ("token_weight", tokens, "one for each token"),
         ("nll_weight", tokens, "one for each token"),
         ("group_weight", (G,) if types == 1 else (types, G), "one for each group"),
     ):
-        tensor = given[name]
-        if tensor is None:
-            continue
-        if name != "target":
-            check_dtype(name, tensor)
-        check_shape(name, tensor, shape, meaning)
-        check_same(name, tensor, "input", call.input)
+        check_parameter(name, getattr(call.terms, name), shape, meaning, "input", call.input)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, rows_plan
+from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, resized, rows_plan, workloads
 from llmk.ops.linear_loss.chunked.plan import FREE_MEMORY
 from llmk.ops.linear_loss.drivers.contrastive import ContrastiveCall, info_nce_bwd, info_nce_fwd, stores_products
 from llmk.registry import Cost, Sample, public_op
@@ -88,24 +88,13 @@ def info_nce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     yield Sample((near, near + randn(6, 16) / 8), {"scale": scale(20.0), **both}, why="peaked: pairs are the nearest")
 
 
-def info_nce_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    query, key = (torch.randn(rows, 16, device=device, dtype=dtype) / 4 for _ in range(2))
-    return Sample((query, key), {"chunk_size": 32, "symmetric": True}, why="resized")
-
-
 def info_nce_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Sample:
     """Return a workload of N queries and H features, the sizes, in both directions."""
     N, H = sizes
-    query, key = (
-        torch.nn.functional.normalize(torch.randn(N, H, device=device, dtype=dtype), dim=-1) for _ in range(2)
-    )
+    make = Make(device, dtype)
+    query, key = (torch.nn.functional.normalize(make.randn(N, H), dim=-1) for _ in range(2))
     scale = torch.full((), 20.0, device=device, dtype=torch.float32)
     return Sample((query, key), {"scale": scale, "symmetric": True}, why=f"{N}x{H}, both directions")
-
-
-def info_nce_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for sizes in [(32768, 1024), (8192, 4096)]:
-        yield info_nce_workload(sizes, device, dtype)
 
 
 def info_nce_cost(query: Tensor, key: Tensor, negatives: Tensor | None = None, **options: Any) -> Cost:
@@ -128,8 +117,8 @@ def _keys(key: Tensor, negatives: Tensor | None) -> Tensor:
     differentiable=("query", "key", "negatives", "scale"),
     kernel_ops=(info_nce_fwd.op, info_nce_bwd.op),
     samples=info_nce_samples,
-    resized=info_nce_resized,
-    workloads=info_nce_workloads,
+    resized=resized(info_nce_workload, 16),
+    workloads=workloads(info_nce_workload, (32768, 1024), (8192, 4096)),
     sized=info_nce_workload,
     cost=info_nce_cost,
     plan=info_nce_plan,

@@ -38,7 +38,7 @@ from llmk.ops.linear_loss._records import (
     rows_plan,
     token_resized,
     token_workload,
-    token_workloads,
+    workloads,
 )
 from llmk.ops.linear_loss.chunked import local_fields, with_shard
 from llmk.ops.linear_loss.drivers.logprobs import CandidatesCall, linear_logprobs_bwd, linear_logprobs_fwd
@@ -85,72 +85,64 @@ def _in_support(support: Tensor, V: int) -> Tensor:
 
 def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     make = Make(device, dtype)
-    randn, classes = make.randn, make.classes
+    randn, classes, tokens = make.randn, make.classes, make.tokens
     everything = {"temperature": 0.7, "logit_scale": 0.5, "softcap": 4.0, "ignore_index": 5}
-    yield Sample((randn(8, 16), randn(32, 16), classes(32, 8)), why="powers of two")
-    yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5)), {"chunk_size": 4}, why="three chunks, odd sizes")
-    yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), {"chunk_size": 2}, why="six chunks: float32 sums")
-    kwargs: dict[str, Any] = {"logits_dtype": dtype, "chunk_size": 4}
-    yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why="logits of the input's dtype")
-    kwargs = {"linear_bias": randn(37), "chunk_size": 5, **everything}
+    yield Sample(tokens(32, 8, H=16), why="powers of two")
+    yield Sample(tokens(37, 2, 5), {"chunk_size": 4}, why="three chunks, odd sizes")
+    yield Sample(tokens(37, 11), {"chunk_size": 2}, why="six chunks: float32 sums")
+    yield Sample(tokens(37, 11), {"logits_dtype": dtype, "chunk_size": 4}, why="logits of the input's dtype")
+    kwargs: dict[str, Any] = {"linear_bias": randn(37), "chunk_size": 5, **everything}
     yield Sample((randn(11, 12), randn(37, 12), classes(37, 11, ignore_index=5)), kwargs, why="every option")
     yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5, 3)), why="three candidates")
     kwargs = {"entropy": False, "linear_bias": randn(37), "chunk_size": 4}
-    yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5)), kwargs, why="no entropies")
+    yield Sample(tokens(37, 2, 5), kwargs, why="no entropies")
     twice = torch.tensor([[7, 7, 2, -100], [0, 1, 0, 36], [-100, -100, -100, -100]], device=device, dtype=torch.int64)
     kwargs = {"linear_bias": randn(37), "softcap": 4.0, "temperature": 2.0}
     yield Sample((randn(3, 12), randn(37, 12), twice), kwargs, why="a candidate twice, and none that counts")
     yield Sample((randn(2, 12), randn(80, 12), classes(80, 2, 64)), why="64 candidates")
-    yield Sample(
-        (randn(9, 16), randn(37, 16), classes(37, 9)), {"skip_ignored": False}, why="ignored tokens not skipped"
-    )
+    yield Sample(tokens(37, 9, H=16), {"skip_ignored": False}, why="ignored tokens not skipped")
     kwargs = {"skip_ignored": False, "chunk_size": 2, "softcap": 4.0}
     yield Sample((randn(2, 4, 16), randn(37, 16), classes(37, 2, 4, 1)), kwargs, why="not skipped, a candidate, chunks")
     nothing = make.ignored(4)
     yield Sample((randn(4, 8), randn(32, 8), nothing), why="every target ignored")
     yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": False}, why="every target ignored, not skipped")
-    yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), why="no tokens")
-    yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
+    yield Sample(tokens(32, 0, H=16), why="no tokens")
+    yield Sample(tokens(32, H=16), why="one token, one dimension")
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
     yield Sample((randn(12, 9).t(), randn(12, 37).t(), classes(37, 18)[::2]), why="everything strided")
     yield Sample((randn(6, 8), randn(32, 8), classes(32, 6).int()), {"temperature": 0.1}, why="int32, peaked")
-    yield Sample((randn(6, 8), randn(32, 8), classes(32, 6)), {"temperature": 10.0}, why="flat")
-    yield Sample((randn(3, 4), randn(12_304, 4), classes(12_304, 3)), why="12,304 classes: whole blocks and a part")
-    yield Sample((randn(2, 4), randn(100_003, 4), classes(100_003, 2)), {"softcap": 4.0}, why="100,003 classes")
+    yield Sample(tokens(32, 6, H=8), {"temperature": 10.0}, why="flat")
+    yield Sample(tokens(12_304, 3, H=4), why="12,304 classes: whole blocks and a part")
+    yield Sample(tokens(100_003, 2, H=4), {"softcap": 4.0}, why="100,003 classes")
     # Large, and near each other: 1 - exp(-40) is 1 in float64, which then is no exact reference.
     yield Sample((randn(5, 8), randn(37, 8), classes(37, 5)), {"linear_bias": 3e3 + randn(37)}, why="large values")
-    yield from tail_samples(make)
-    yield from support_samples(make)
+    yield from tail_samples(make, everything)
+    yield from support_samples(make, everything)
     masked = randn(40).masked_fill(torch.arange(40, device=device, dtype=torch.int64) < 20, float("-inf"))
     target = torch.randint(20, 40, (4,), device=device)
     yield Sample((randn(4, 8), randn(40, 8), target), {"linear_bias": masked}, why="half the classes at -inf")
 
 
-def tail_samples(make: Make) -> Iterator[Sample]:
+def tail_samples(make: Make, everything: dict[str, Any]) -> Iterator[Sample]:
     randn, classes = make.randn, make.classes
-    kwargs = {"add_tail": True, "linear_bias": randn(37), "chunk_size": 4, "ignore_index": 5}
-    kwargs |= {"temperature": 0.7, "logit_scale": 0.5, "softcap": 4.0}
-    yield Sample(
-        (randn(2, 5, 12), randn(37, 12), classes(37, 2, 5, 3, ignore_index=5)), kwargs, why="a tail, every option"
-    )
+    kwargs = {"add_tail": True, "linear_bias": randn(37), "chunk_size": 4, **everything}
+    args = randn(2, 5, 12), randn(37, 12), classes(37, 2, 5, 3, ignore_index=5)
+    yield Sample(args, kwargs, why="a tail, every option")
     sure = torch.arange(80, device=make.device, dtype=torch.int64) < 6
     kwargs = {"add_tail": True, "linear_bias": 30.0 * sure.to(make.dtype)}
     rows = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [7, 7, 0, 1, 2, -100]]
-    target = torch.tensor(rows, device=make.device, dtype=torch.int64)
-    yield Sample(
-        (randn(3, 12), randn(80, 12), target), kwargs, why="a tail of probability 1e-11, one with repeated ids"
-    )
-    yield Sample((randn(3, 8), randn(32, 8), classes(32, 3)), {"add_tail": True}, why="a tail beside one class")
+    args = randn(3, 12), randn(80, 12), torch.tensor(rows, device=make.device, dtype=torch.int64)
+    yield Sample(args, kwargs, why="a tail of probability 1e-11, one with repeated ids")
+    yield Sample(make.tokens(32, 3, H=8), {"add_tail": True}, why="a tail beside one class")
 
 
-def support_samples(make: Make) -> Iterator[Sample]:
+def support_samples(make: Make, everything: dict[str, Any]) -> Iterator[Sample]:
     randn, classes, support = make.randn, make.classes, make.support
     target = classes(37, 9)
     kwargs = {"support": support(target.unsqueeze(-1), 37, 6)}
     yield Sample((randn(9, 12), randn(37, 12), target), kwargs, why="supports, repeated ids, padding, a row without")
     target = classes(37, 2, 5, 3, ignore_index=5)
-    kwargs = {"support": support(target, 37, 20).int(), "chunk_size": 4, "linear_bias": randn(37), "ignore_index": 5}
-    kwargs |= {"temperature": 0.7, "logit_scale": 0.5, "softcap": 4.0}
+    kwargs = {"support": support(target, 37, 20).int(), "chunk_size": 4, "linear_bias": randn(37), **everything}
     yield Sample((randn(2, 5, 12), randn(37, 12), target), kwargs, why="supports, three candidates, every option")
     target = classes(80, 9)
     kwargs = {"support": support(target.unsqueeze(-1), 80, 64), "skip_ignored": False, "logits_dtype": make.dtype}
@@ -172,7 +164,7 @@ def linear_logprobs_plan(input: Tensor, linear_weight: Tensor, target: Tensor, *
     kernel_ops=(linear_logprobs_fwd.op, linear_logprobs_bwd.op),
     samples=linear_logprobs_samples,
     resized=token_resized,
-    workloads=token_workloads((8192, 2048, 151936), (8192, 4096, 128256), (4096, 4096, 32000)),
+    workloads=workloads(token_workload, (8192, 2048, 151936), (8192, 4096, 128256), (4096, 4096, 32000)),
     sized=token_workload,
     cost=linear_logprobs_cost,
     plan=linear_logprobs_plan,

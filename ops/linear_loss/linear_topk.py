@@ -24,7 +24,16 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import logsumexp_reference
-from llmk.ops.linear_loss._records import Make, keeps, linear_cost, logits_reference, one_rank, rows_plan
+from llmk.ops.linear_loss._records import (
+    Make,
+    keeps,
+    linear_cost,
+    logits_reference,
+    one_rank,
+    resized,
+    rows_plan,
+    workloads,
+)
 from llmk.ops.linear_loss.chunked import local_fields, with_shard
 from llmk.ops.linear_loss.drivers.logprobs import TopkCall, linear_topk_bwd, linear_topk_fwd
 from llmk.ops.linear_loss.head import DIFFERENTIABLE
@@ -65,20 +74,11 @@ def linear_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sa
     yield Sample((randn(2, 8), neighbours, 8), why="the largest in neighbouring tiles, more than have a slot")
 
 
-def linear_topk_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, linear_weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
-    return Sample((x, linear_weight, 4), {"chunk_size": 32}, why="resized")
-
-
 def linear_topk_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Sample:
     """Return a workload of N tokens, H features and V classes, the sizes."""
     make, (N, H, V) = Make(device, dtype), sizes
-    return Sample((make.randn(N, H), make.randn(V, H) / H**0.5, min(64, V)), why=f"{N}x{H}x{V}, k=64")
-
-
-def linear_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for sizes in [(8192, 2048, 151936), (4096, 4096, 128256)]:
-        yield linear_topk_workload(sizes, device, dtype)
+    k = min(64, max(V // 10, 1))
+    return Sample((make.randn(N, H), make.randn(V, H) / H**0.5, k), why=f"{N}x{H}x{V}, k={k}")
 
 
 def _keeps_logits(input: Tensor, linear_weight: Tensor, softcap: float) -> bool:
@@ -104,8 +104,8 @@ def linear_topk_plan(
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=(linear_topk_fwd.op, linear_topk_bwd.op),
     samples=linear_topk_samples,
-    resized=linear_topk_resized,
-    workloads=linear_topk_workloads,
+    resized=resized(linear_topk_workload, 16, 40),
+    workloads=workloads(linear_topk_workload, (8192, 2048, 151936), (4096, 4096, 128256)),
     sized=linear_topk_workload,
     cost=linear_topk_cost,
     plan=linear_topk_plan,

@@ -19,12 +19,12 @@ rank's product over 4 ranks, and 1.9 times over 8 (root mean square, 4096 classe
 All ranks make the same chunks, by the classes that a rank has on average: each chunk is one exchange.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._records import Make, linear_cost, one_rank, token_resized
+from llmk.ops.linear_loss._records import Make, linear_cost, one_rank, token_resized, token_workload, workloads
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce_reference, fused_linear_ce_samples
 from llmk.registry import BatchDependent, Sample, public_op
@@ -34,21 +34,17 @@ KERNEL_OPS = CrossEntropyOps("vocab_parallel_linear_ce")
 
 def vocab_parallel_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield from (each for each in fused_linear_ce_samples(device, dtype) if "row_weight" not in each.kwargs)
-    make = Make(device, dtype)
-    randn, classes = make.randn, make.classes
+    tokens = Make(device, dtype).tokens
     skipped = {"skip_ignored": False, "chunk_size": 5, "label_smoothing": 0.1, "softcap": 4.0, "z_loss": 1e-2}
-    yield Sample((randn(11, 16), randn(37, 16), classes(37, 11)), skipped, why="ignored tokens not skipped")
-    smoothed = {"label_smoothing": 0.2}
-    yield Sample((randn(7, 12), randn(37, 12), classes(37, 7)), smoothed, why="label smoothing without weights")
+    yield Sample(tokens(37, 11, H=16), skipped, why="ignored tokens not skipped")
+    yield Sample(tokens(37, 7), {"label_smoothing": 0.2}, why="label smoothing without weights")
 
 
-def vocab_parallel_linear_ce_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for ranks in (2, 8):
-        N, H, V = 8192, 4096, 128256 // ranks
-        x = torch.randn(N, H, device=device, dtype=dtype)
-        linear_weight = torch.randn(V, H, device=device, dtype=dtype) / H**0.5
-        target = torch.randint(0, V, (N,), device=device)
-        yield Sample((x, linear_weight, target), why=f"{N}x{H}x{V}, what one of {ranks} ranks computes")
+def rank_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Sample:
+    """Return a workload of N tokens, H features and the classes of one of several ranks."""
+    N, H, V, ranks = sizes
+    made = token_workload((N, H, V // ranks), device, dtype)
+    return Sample(made.args, why=f"{made.why}, what one of {ranks} ranks computes")
 
 
 @public_op(
@@ -57,7 +53,7 @@ def vocab_parallel_linear_ce_workloads(device: torch.device, dtype: torch.dtype)
     kernel_ops=KERNEL_OPS.kernel_ops,
     samples=vocab_parallel_linear_ce_samples,
     resized=token_resized,
-    workloads=vocab_parallel_linear_ce_workloads,
+    workloads=workloads(rank_workload, (8192, 4096, 128256, 2), (8192, 4096, 128256, 8)),
     cost=linear_cost,
     batch_dependent=BatchDependent.float32_products("output 0", "gradient of input"),
 )
