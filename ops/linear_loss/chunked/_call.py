@@ -66,7 +66,7 @@ class LinearCall(FromArguments):
 
     def plan(self, impl: Implementation, **options: int) -> Plan:
         """Return the plan, given the `group` or the `matrices` of `plan`."""
-        sizes = self.tokens.numel(), self.input.shape[-1], self.mean_classes
+        sizes = self.tokens.numel(), self.input.shape[-1], self.own_shard.mean_classes
         return plan(sizes, self.input.dtype, on_host=impl.on_host, chunk_size=self.chunk_size, **options)
 
     @property
@@ -78,26 +78,18 @@ class LinearCall(FromArguments):
         return self.input.shape[:-1]
 
     @property
+    def own_shard(self) -> VocabShard:
+        """This rank's classes, all of them where the weight is no shard."""
+        return self.shard or VocabShard(0, self.linear_weight.shape[0], group_name="", dx_group_name="")
+
+    @property
     def num_classes(self) -> int:
         """The classes of all ranks."""
-        return self.linear_weight.shape[0] if self.shard is None else self.shard.num_classes
+        return self.own_shard.num_classes
 
     @property
     def first_class(self) -> int:
-        return 0 if self.shard is None else self.shard.first_class
-
-    @property
-    def mean_classes(self) -> int:
-        """The mean number of classes on a rank, by which chunks are chosen."""
-        return self.linear_weight.shape[0] if self.shard is None else self.shard.mean_classes
-
-    @property
-    def ranks(self) -> int:
-        return 1 if self.shard is None else self.shard.ranks
-
-    def gather_ranks(self, parts: Tensor) -> Tensor:
-        """Gather the statistics of all ranks, concatenated in the ranks' order."""
-        return parts if self.shard is None else self.shard.gather(parts)
+        return self.own_shard.first_class
 
     @property
     def saved_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

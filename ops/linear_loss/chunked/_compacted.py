@@ -185,25 +185,11 @@ class CompactedTokens:
 
     def gather_statistics(self, stats: Tensor) -> Tensor:
         """Gather the columns of `[S, ...]` of these tokens: `[S, n]`."""
-        stats = stats.reshape(stats.shape[0], math.prod(self.shape))
-        if self.index is None or self.count is None:
-            return stats if self.index is None else stats[:, self.index]
-        out = torch.empty((stats.shape[0], self.index.shape[0]), dtype=stats.dtype, device=stats.device)
-        gather_rows(stats.t(), self.index, out.t())
-        return out
+        return self.gather(stats.movedim(0, -1)).t().contiguous()
 
     def scatter_statistics(self, stats: Tensor) -> Tensor:
         """Scatter `[S, n]` to the tokens' positions in `[S, ...]`, zero elsewhere."""
-        shape = (stats.shape[0], *self.shape)
-        if self.index is None:
-            return stats.reshape(shape)
-        if self.count is None:
-            out = torch.zeros((stats.shape[0], math.prod(self.shape)), dtype=stats.dtype, device=stats.device)
-            out[:, self.index] = stats
-        else:
-            out = torch.empty(stats.shape, dtype=stats.dtype, device=stats.device)
-            self.count.scatter_rows(stats.t(), self.index, out.t())
-        return out.view(shape)
+        return self.scatter(stats.t()).movedim(-1, 0).contiguous()
 
 
 def _matrix(rows: Tensor) -> Tensor:

@@ -37,13 +37,14 @@ class VocabShard(NamedTuple):
     @property
     def mean_classes(self) -> int:
         """The mean number of classes on a rank, rounded up: all ranks choose the same chunks by it."""
-        return cdiv(self.num_classes, self.ranks)
+        return cdiv(self.num_classes, self.ranks) if self.group_name else self.num_classes
 
     def gather(self, parts: Tensor) -> Tensor:
-        """Gather the statistics of all ranks, concatenated in the ranks' order."""
+        """Gather the statistics `[...]` of all ranks, `[ranks, ...]`."""
         if not self.group_name:
-            return parts
-        return collectives.wait_tensor(collectives.all_gather_into_tensor(parts, self.ranks, self.group_name))
+            return parts.unsqueeze(0)
+        every = collectives.all_gather_into_tensor(parts.contiguous(), self.ranks, self.group_name)
+        return collectives.wait_tensor(every).view(self.ranks, *parts.shape)
 
     def sum_input_gradient(self, dx: Tensor) -> Tensor:
         if not self.dx_group_name:

@@ -42,14 +42,14 @@ class ClassLogprobs:
         cls, call: DistillationCall, z: Tensor, rank: Tensor, ids: Tensor, transform: Transform, ignore_index: int
     ) -> "ClassLogprobs":  # fmt: skip
         """Compute them from logits `[M, V]`, this rank's statistics of these `[2, M]`, and ids `[M, K]`."""
-        (M, V), numbering = z.shape, Numbering(ignore_index, call.first_class, call.num_classes)
+        V, numbering = z.shape[1], Numbering(ignore_index, call.first_class, call.num_classes)
 
         def logits(columns: Tensor) -> Tensor:
             return z.gather(1, columns.clamp(min=0).long()) if V > 0 else z.new_zeros(columns.shape)
 
         first = transform if call.shard is None else None  # what other ranks have comes before the transform
         classes = Classes.located(ids, numbering, V, logits, first).of_ranks(call.shard, transform)
-        m_r, s_r = call.gather_ranks(rank).view(call.ranks, 2, M).unbind(1)
+        m_r, s_r = call.own_shard.gather(rank).unbind(1)
         m = m_r.amax(0)
         s = (s_r * (m_r - m.masked_fill(m == float("-inf"), 0.0)).exp()).sum(0)
         logprobs = (classes.y - m.unsqueeze(-1)) - s.log().unsqueeze(-1)
@@ -181,23 +181,19 @@ class DivergenceRows:
 
         The student's statistics `[2, M]` of this rank are computed if they are not given.
         """
-        impl, call = self.impl, self.call
-
-        def gathered(parts: Tensor, *shape: int) -> Tensor:
-            return call.gather_ranks(parts).view(call.ranks, *shape, z.shape[0])
-
+        impl, gathered = self.impl, self.call.own_shard.gather
         if student is None:
             student = impl.divergence.statistics(z, counts, softmaxes.temperature, softmaxes.softcap)
         teacher = impl.divergence.statistics(w, counts, softmaxes.teacher_temperature, softmaxes.teacher_softcap)
-        parts = gathered(torch.cat((student, teacher)), 2, 2)  # rank, tensor, number
+        parts = gathered(torch.stack((student, teacher)))  # rank, tensor, number
         m = parts[:, :, 0].amax(0)
         base = torch.where(m == float("-inf"), 0.0, m)
         logsum = (parts[:, :, 1] * (parts[:, :, 0] - base).exp()).sum(0).log()
         stats = torch.stack((m, logsum), dim=1).view(4, z.shape[0])
-        loss, shift = gathered(impl.divergence.sums(z, w, counts, stats, None, softmaxes), 2).sum(0)
+        loss, shift = gathered(impl.divergence.sums(z, w, counts, stats, None, softmaxes)).sum(0)
         rest = torch.zeros_like(shift)
         if softmaxes.exact:
-            rest = gathered(impl.divergence.sums(z, w, counts, stats, shift, softmaxes), 2).sum(0)[1]
+            rest = gathered(impl.divergence.sums(z, w, counts, stats, shift, softmaxes)).sum(0)[1]
         return loss, stats, torch.stack((loss, shift, rest))
 
     def _add_cross_entropy(self, z: Tensor, block: slice, ce: CrossEntropyTerm, out: Tensor) -> None:

@@ -39,12 +39,10 @@ class Tails:
         is_largest, sums = [], []
         for each, of_each in zip(ids.split(topk.sizes, -1), logprobs.split(topk.sizes, -1), strict=True):
             sums.append(of_each.exp().masked_fill(each < 0, 0.0).sum(-1))
-            columns = each.long() - call.first_class
-            columns = torch.where((each >= 0) & (columns >= 0) & (columns < V), columns, V)
+            columns = each.long().masked_fill((each < 0) | (each >= V), V)  # a wrong id makes the loss NaN elsewhere
             mask = torch.zeros((M, V + 1), dtype=torch.bool, device=z.device)
             is_largest.append(mask.scatter_(1, columns, True)[:, :V])
-        rank = torch.stack([y.masked_fill(mask, float("-inf")).logsumexp(-1) for mask in is_largest])
-        logsumexps = call.gather_ranks(rank).view(call.ranks, *rank.shape).logsumexp(0)
+        logsumexps = torch.stack([y.masked_fill(mask, float("-inf")).logsumexp(-1) for mask in is_largest])
         (m, total), p = stats.unbind(), torch.stack(sums)
         # Neither a difference of numbers near each other.
         of_others = torch.where(p < 0.5, (-p).log1p(), (logsumexps - m) - total.log())

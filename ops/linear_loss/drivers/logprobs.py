@@ -314,7 +314,7 @@ def _topk(impl: Implementation, call: TopkCall, keep: bool) -> tuple[Tensor, Ten
         blocks.append(impl.topk.candidates(y, sums, tiles, call.k, call.first_class))
     part, keys, counts = zip(*blocks, strict=True)
     found = torch.cat(part, -1), torch.cat(keys), torch.cat(counts)
-    gathered = Candidates(*(call.gather_ranks(each) for each in found))
+    gathered = Candidates(*(call.own_shard.gather(each).flatten(0, 1) for each in found))
     logprobs, indices, logsumexp, stats = impl.topk.combine(gathered, call.k)
     largest, stats = (*tokens, call.k), stats.view(TOPK_STATISTICS, *tokens)
     return logprobs.view(largest), logsumexp.view(tokens), indices.view(largest), stats, kept
@@ -431,7 +431,7 @@ class GroupsCall(LogprobsCall):
             holds_groups = group <= self.plan(impl).chunk_rows
         else:
             within = not self.chunk_size or group <= self.chunk_size
-            holds_groups = within and fits(group, self.mean_classes, self.input.dtype.itemsize)
+            holds_groups = within and fits(group, self.own_shard.mean_classes, self.input.dtype.itemsize)
         return self.plan(impl, group=group) if holds_groups else None
 
 

@@ -85,7 +85,7 @@ class Classes:
 
 
 def largest_over_ranks(shard: VocabShard | None, values: Tensor) -> Tensor:
-    return values if shard is None else shard.gather(values.contiguous()).view(shard.ranks, *values.shape).amax(0)
+    return values if shard is None else shard.gather(values).amax(0)
 
 
 def _distinct(ids: Tensor, counts: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class RowsOfLogits(NamedTuple):
 
 def over_ranks(shard: VocabShard | None, sums: Tensor) -> Tensor:
     """Add up what each rank has of its own classes `[S, M]`, in the ranks' order."""
-    return sums if shard is None else shard.gather(sums.contiguous()).view(shard.ranks, *sums.shape).sum(0)
+    return sums if shard is None else shard.gather(sums).sum(0)
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -146,8 +146,7 @@ class KernelProjection:
 
     def _over_ranks(self, shard: VocabShard, sums: Tensor) -> Tensor:
         """Return the sums `[4, M]` of all ranks from those of each, which are relative to its own largest logit."""
-        by_rank = shard.gather(sums).view(shard.ranks, *sums.shape)
-        total, m, moment, weighted = by_rank.unbind(1)
+        total, m, moment, weighted = shard.gather(sums).unbind(1)
         largest = m.amax(0)
         total, moment = relative_to(total, moment, m, largest)
         return torch.stack((total.sum(0), largest, moment.sum(0), weighted.sum(0)))

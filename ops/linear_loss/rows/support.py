@@ -45,7 +45,7 @@ class Support:
         numbering = Numbering(ignore_index=-1, first_class=0, num_classes=self.projection.weights.weight.shape[0])
         z = self.projection.classes(rows, columns, numbering, raw=True).y
         if self.projection.shard is not None:
-            z = self.projection.shard.gather(z.contiguous()).view(self.projection.shard.ranks, *z.shape).sum(0)
+            z = self.projection.shard.gather(z).sum(0)
         y, slopes = self.projection.weights.transform(z)
         y = torch.where(wrong, float("nan"), torch.where(used, y, float("-inf")))
         return ids, columns, y, slopes
