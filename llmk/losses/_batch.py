@@ -207,6 +207,11 @@ class Sequences:
             return values.unsqueeze(-1).expand(self.mask.shape)
         return torch.where(self.member, values.unsqueeze(-1), 0.0).sum(0, keepdim=True)
 
+    def per_token(self, values: Tensor) -> Tensor:
+        """Expand `[slots]` or `[B, S]` to detached `[B, S]`, 0 where a token does not count."""
+        values = values.detach().float()
+        return torch.where(self.mask, self.expand_to_tokens(values) if values.dim() == 1 else values, 0.0)
+
     def positions(self) -> Tensor:
         """Count the tokens of a token's sequence up to and including it: `[B, S]`."""
         if self.member is None:
@@ -335,6 +340,7 @@ def cross_entropy_sum(head: Head, target: Tensor, **options: Any) -> Tensor:
 class Batch:
     """A batch of sequences: its tokens, and the projection of their hidden states `[B, S, H]`."""
 
+    arguments: Mapping[str, Any]  # of the function
     head: Head
     target: Tensor  # [B, S]
     sequences: Sequences
@@ -360,7 +366,15 @@ class Batch:
         if support is not None:
             target, outside = _without_unsupported(head, target, support, ranks)
         sequences = make_sequences(head.input, target, head.ignore_index, ids, count, order, ranks)
-        return cls(head, target, sequences, support, outside)
+        return cls(arguments, head, target, sequences, support, outside)
+
+    def per_token(self, name: str) -> Tensor | None:
+        """Check an argument with one value for each token, or None, and return its `Sequences.per_token`."""
+        value = self.arguments[name]
+        if value is None:
+            return None
+        check_per_token(name, value, self.target)
+        return self.sequences.per_token(value)
 
     def logprobs(self, target: Tensor | None = None, add_tail: bool = False) -> tuple[Tensor, Tensor]:
         """Return the targets' log-probabilities and the entropies, float32, 0 where a token does not count."""
@@ -380,12 +394,12 @@ class Batch:
             sharper, _ = self.with_head(temperature=self.head.temperature / 2).logprobs()
         return 2 * logprobs.detach() - sharper
 
-    def reference_logps(self, arguments: Mapping[str, Any], total: Callable[[Tensor], Tensor]) -> Tensor:
+    def reference_logps(self, total: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the reference model's log-probabilities `[slots]`: `ref_logps`, or the `total` of those of tokens.
 
         Either they are given, or the model's hidden states and projection.
         """
-        names = ("ref_input", "ref_linear_weight", "ref_linear_bias")
+        names, arguments = ("ref_input", "ref_linear_weight", "ref_linear_bias"), self.arguments
         logps, (hidden, weight, bias) = arguments["ref_logps"], (arguments[name] for name in names)
         if logps is not None:
             for name in names:

@@ -17,7 +17,6 @@ from llmk.losses._batch import (
     check_denominator,
     check_is_tensor,
     check_list,
-    check_per_token,
     check_positive,
     check_tensor,
     cross_entropy_sum,
@@ -119,10 +118,7 @@ def distill(
         raise ValueError(f"vocab_group: expected {expected}, got {vocab_group!r}")
     batch = Batch.of(arguments)
     teachers, topk = _teachers(arguments), _topk_teachers(target, teacher_ids, teacher_logprobs)
-    if token_weights is not None:
-        check_per_token("token_weights", token_weights, target)
-        token_weights = token_weights.detach().float()
-    means = Means.of(batch.sequences, token_weights, num_items_in_batch)
+    means = Means.of(batch.sequences, batch.per_token("token_weights"), num_items_in_batch)
     options = {"labels": target, "row_weight": means.row_weight, "beta": beta}
     head = batch.head
     is_split = vocab_group is not None or is_sharded(head.input, head.linear_weight, target, *teachers[0], *teachers[1])
@@ -349,9 +345,7 @@ def distill_topk(
     sequences = batch.sequences
     _check_topk(teacher_ids, teacher_logprobs, target)
     check_flag("add_tail", add_tail)
-    if token_weights is not None:
-        check_per_token("token_weights", token_weights, target)
-
+    weights = batch.per_token("token_weights")
     present = (teacher_ids >= 0) & sequences.mask.unsqueeze(-1)
     present = present & (teacher_logprobs != float("-inf"))
     _check_classes(teacher_ids, present, batch.head.all_classes)
@@ -360,8 +354,8 @@ def distill_topk(
     tail = student[..., -1] if add_tail else None
     student = student[..., : classes.shape[-1]]
     each = topk_divergence(student, teacher_logprobs.detach().float(), present, beta, tail)
-    if token_weights is not None:
-        each = each * torch.where(sequences.mask, token_weights.detach().float(), 0.0)
+    if weights is not None:
+        each = each * weights
     items = token_denominator(num_items_in_batch, sequences)
     loss = sequences.total(each.sum()) / items
     metrics = {"entropy": mean_over_tokens(entropy.detach(), sequences), "divergence": loss.detach()}

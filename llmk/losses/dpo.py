@@ -148,7 +148,7 @@ def dpo(
         raise ValueError("group: expected None with 'aot' and 'aot_unpaired', which sort the pairs of the batch")
     if sequences.ranks.context and ld_alpha is not None:
         raise ValueError("context_group: expected None with ld_alpha, which asks for the positions of tokens")
-    ref_logps = batch.reference_logps(arguments, partial(_sequence_logps, sequences=sequences, ld_alpha=ld_alpha))
+    ref_logps = batch.reference_logps(partial(_sequence_logps, sequences=sequences, ld_alpha=ld_alpha))
     compute = _fused_loss if not use_weighting and _can_fuse(types) and batch.supports_groups else _loss
     loss, logps, entropy = compute(batch, ref_logps, own)
     rewards = sequences.halves(beta * (logps - ref_logps))

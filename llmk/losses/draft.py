@@ -15,7 +15,6 @@ from llmk.losses._batch import (
     check_denominator,
     check_list,
     check_other_model,
-    check_per_token,
     check_tensor,
     denominator_of,
 )
@@ -91,9 +90,7 @@ def draft(
     check_finite("logit_scale", logit_scale)
     check_finite("teacher_logit_scale", teacher_logit_scale)
     check_switch("teacher_softcap", teacher_softcap)
-    if token_weights is not None:
-        check_per_token("token_weights", token_weights, target)
-        token_weights = token_weights.detach().float()
+    position_weights = batches[0].per_token("token_weights")
     teacher_weight, teacher_bias, is_valid = _gathered(
         teacher_linear_weight.detach(), teacher_linear_bias, vocab_map, linear_weight
     )
@@ -111,7 +108,7 @@ def draft(
         labels = _ahead(target, k, ignore_index)
         if sequence_ids is not None:
             labels = torch.where(_ahead(sequence_ids, k, -1) == sequence_ids, labels, ignore_index)
-        weights = None if token_weights is None else _ahead(token_weights, k, 0.0)
+        weights = None if position_weights is None else _ahead(position_weights, k, 0.0)
         sequences = Sequences.from_rows(labels.long() != ignore_index).shared_by(batch.sequences.ranks)
         means = Means.of(sequences, weights, num_items_in_batch)
         divergence = means.whole(fused_linear_jsd(

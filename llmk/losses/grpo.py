@@ -191,13 +191,9 @@ def grpo(
     if sequences.ranks.tokens and (loss_type == "kl_cov" or top_entropy_quantile != 1.0):
         name = "group" if sequences.ranks.sequences else "context_group"
         raise ValueError(f"{name}: expected None with 'kl_cov' or top_entropy_quantile, which order the batch's tokens")
-    for name, value in (
-        ("old_per_token_logps", old_per_token_logps),
-        ("ref_per_token_logps", ref_per_token_logps),
-        ("sampling_per_token_logps", sampling_per_token_logps),
-    ):
-        if value is not None:
-            check_per_token(name, value, batch.target)
+    old_logps, ref_logps, sampled_logps = map(
+        batch.per_token, ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+    )
     if beta != 0.0 and ref_per_token_logps is None:
         raise ValueError(f"ref_per_token_logps: expected shape {tuple(target.shape)} where beta is {beta}, got None")
     weights = aggregation_weights(loss_agg or loss_type, sequences, arguments)
@@ -205,20 +201,19 @@ def grpo(
     if importance_sampling_ratio is not None:
         correction = _correction(importance_sampling_ratio, sequences)
 
-    ref_logps = None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences)
+    ref_logps = None if beta == 0.0 else ref_logps
     terms = PolicyTerms(
-        advantages=per_token(advantages, sequences),
+        advantages=sequences.per_token(advantages),
         token_weight=weights if correction is None or loss_type == "vespo" else weights * correction,
-        old_logps=None if old_per_token_logps is None else per_token(old_per_token_logps, sequences),
+        old_logps=old_logps,
         ref_logps=ref_logps,
         kl_weight=None if ref_logps is None else beta * weights,
-        entropy_weight=None
-        if entropy_coef == 0.0
-        else _mean_weights(entropy_coef, sequences.mask, sequences.num_tokens()),
+        entropy_weight=_mean_weights(entropy_coef, sequences.mask, sequences.num_tokens()),
         options=options,
         level=ratio_level(level, sequences),
     )
-    late = _LateWeights.of(arguments, correction=correction, vespo=vespo if loss_type == "vespo" else None)
+    late_vespo = vespo if loss_type == "vespo" else None
+    late = _LateWeights.of(arguments, correction=correction, vespo=late_vespo, sampled_logps=sampled_logps)
     if loss_type != "kl_cov" and late.are_none:
         loss, logps, entropy = batch.policy(terms)
     else:
@@ -237,7 +232,7 @@ def grpo(
     if terms.entropy_weight is not None:
         metrics["policy_loss"] = loss.detach() + sequences.total((terms.entropy_weight * entropy).sum())
     old = logps if terms.old_logps is None else terms.old_logps
-    metrics |= _sampler_metrics(importance_sampling_ratio, correction, old, sampling_per_token_logps, sequences)
+    metrics |= _sampler_metrics(importance_sampling_ratio, correction, old, sampled_logps, sequences)
     by_sequence = advantages.dim() == 1 and (level == "sequence" or loss_type == "vespo")
     if loss_type == "vespo":
         phi = vespo_weight(logps - old, terms.advantages, correction, sequences, vespo)
@@ -246,9 +241,9 @@ def grpo(
     return sequences.checked(loss), metrics
 
 
-def _mean_weights(coef: float, mask: Tensor, count: Tensor) -> Tensor:
-    """Return weights whose weighted sum is `coef` times the mean over `count` tokens, those of the mask."""
-    return coef * mask.float() / denominator_of(count)
+def _mean_weights(coef: float, mask: Tensor, count: Tensor) -> Tensor | None:
+    """Return weights whose weighted sum is `coef` times the mean over `count` tokens, those of the mask; None for 0."""
+    return None if coef == 0.0 else coef * mask.float() / denominator_of(count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +253,7 @@ class _LateWeights(FromArguments):
     correction: Tensor | None
     vespo: VespoOptions | None
     off_policy_mask_threshold: float | None
-    sampling_per_token_logps: Tensor | None
+    sampled_logps: Tensor | None  # [B, S]
     top_entropy_quantile: float
     entropy_coef: float
 
@@ -274,15 +269,14 @@ class _LateWeights(FromArguments):
             weight = weight * vespo_weight(logps - old, terms.advantages, self.correction, sequences, self.vespo)
         if self.off_policy_mask_threshold is not None:
             # The sampler's log-probability is NaN where it could not score a token.
-            sampled = self.sampling_per_token_logps
-            drift = ((old if sampled is None else per_token(sampled, sequences)) - logps).nan_to_num(0.0)
+            sampled = old if self.sampled_logps is None else self.sampled_logps
+            drift = (sampled - logps).nan_to_num(0.0)
             drift = sequences.expand_to_tokens(sequences.token_means(drift))
             weight = weight * ((terms.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
         if self.top_entropy_quantile < 1.0:
             selected = high_entropy_mask(entropy, sequences.mask, self.top_entropy_quantile)
             weight = torch.where(selected, weight, 0.0)
-            if entropy_weight is not None:
-                entropy_weight = _mean_weights(self.entropy_coef, selected, selected.sum())
+            entropy_weight = _mean_weights(self.entropy_coef, selected, selected.sum())
         return replace(terms, token_weight=weight, entropy_weight=entropy_weight)
 
 
@@ -301,16 +295,6 @@ def policy_batch(arguments: dict[str, Any]) -> tuple[Batch, Tensor]:
         raise ValueError(f"advantages: expected shape {expected}, got {tuple(advantages.shape)}")
     check_per_token("advantages", advantages, mask)
     return batch, advantages
-
-
-def per_token(values: Tensor, sequences: Sequences) -> Tensor:
-    """Expand `[B]` or `[B, S]` to detached `[B, S]`, 0 where a token does not count."""
-    values = values.detach().float()
-    return _masked(sequences.expand_to_tokens(values) if values.dim() == 1 else values, sequences)
-
-
-def _masked(values: Tensor, sequences: Sequences) -> Tensor:
-    return torch.where(sequences.mask, values, 0.0)
 
 
 def _correction(ratio: Tensor, sequences: Sequences) -> Tensor:
@@ -335,12 +319,12 @@ def _sampler_metrics(
         metrics = ratio_metrics(ratio.detach().float().flatten(), sequences.exists(), sequences.ranks.sequences)
     else:
         metrics = ratio_metrics(correction, sequences.mask, sequences.ranks.tokens)
-    return metrics if sampled is None else metrics | difference_metrics(old, sampled.detach().float(), sequences)
+    return metrics if sampled is None else metrics | difference_metrics(old, sampled, sequences)
 
 
 def _means(values: Tensor, sequences: Sequences, by_sequence: bool) -> tuple[Tensor, Tensor]:
     """Return the means of values `[B, S]` over each sequence, and the mean over sequences or over tokens."""
-    values = _masked(values.float(), sequences)
+    values = sequences.per_token(values)
     sequence_values = sequences.token_means(values)
     return sequence_values, sequences.mean(sequence_values) if by_sequence else mean_over_tokens(values, sequences)
 

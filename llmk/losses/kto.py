@@ -80,7 +80,7 @@ def kto(
     batch = Batch.of(arguments, counted_by="label")
     sequences, ranks = batch.sequences, batch.sequences.ranks
     check_per_sequence("label", label, sequences.slots, target, LABELS, "truth values (bool, or integers 0 and 1)")
-    ref_logps = batch.reference_logps(arguments, sequences.sum)
+    ref_logps = batch.reference_logps(sequences.sum)
     shift = _shift(kl, ref_logps)
     base = ref_logps + shift if loss_type == "kto" else ref_logps
     sign = 2.0 * label.to(ref_logps.dtype) - 1.0

@@ -17,7 +17,7 @@ from llmk.losses._batch import (
 )
 from llmk.losses._policy import AGGREGATIONS, aggregation_weights, ratio_level
 from llmk.losses._sampling import masked_max, masked_min
-from llmk.losses.grpo import grpo, per_token, policy_batch
+from llmk.losses.grpo import grpo, policy_batch
 from llmk.ops.linear_loss.fused_linear_policy import check_policy_options
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms, bounded
 from llmk.registry import check_not_negative, check_option, from_arguments, with_arguments
@@ -114,9 +114,9 @@ def rloo(
     items = {"num_sequences_in_batch": num_items_in_batch}
     weight = sequences.mask * aggregation_weights("sequence_mean", sequences, items)
     terms = PolicyTerms(
-        advantages=per_token(advantages, sequences),
+        advantages=sequences.per_token(advantages),
         token_weight=weight,
-        old_logps=None if old is None else per_token(old / lengths, sequences),
+        old_logps=None if old is None else sequences.per_token(old / lengths),
         options=options,
         level=ratio_level("sequence_sum", sequences),
     )
@@ -207,13 +207,11 @@ def ppo(
     check_policy_options(options)
     batch, advantages = policy_batch(arguments)
     sequences = batch.sequences
-    if old_per_token_logps is not None:
-        check_per_token("old_per_token_logps", old_per_token_logps, batch.target)
+    old = batch.per_token("old_per_token_logps")
     _check_values(values, old_values, returns, batch.target)
     weight = aggregation_weights(loss_agg, sequences, arguments)
-    old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
     terms = PolicyTerms(
-        advantages=per_token(advantages, sequences), token_weight=weight, old_logps=old, options=options,
+        advantages=sequences.per_token(advantages), token_weight=weight, old_logps=old, options=options,
         level=ratio_level("token", sequences),
     )  # fmt: skip
     policy, logps, entropy = batch.policy(terms)
@@ -248,7 +246,7 @@ def _check_values(values: Tensor | None, old_values: Tensor | None, returns: Ten
 def _value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float, weight: Tensor, sequences: Sequences
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    old, returns = per_token(old_values, sequences), per_token(returns, sequences)
+    old, returns = sequences.per_token(old_values), sequences.per_token(returns)
     values = torch.where(sequences.mask, values.float(), 0.0)
     free = (values - returns).square()
     held = (torch.clamp(values, old - cliprange, old + cliprange) - returns).square()

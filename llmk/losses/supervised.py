@@ -12,12 +12,10 @@ from llmk.losses._batch import (
     check_batch,
     check_denominator,
     check_list,
-    check_per_token,
     cross_entropy_sum,
     mean_over_tokens,
 )
 from llmk.losses._policy import ratio_level, token_denominator
-from llmk.losses.grpo import per_token
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
 from llmk.registry import check_finite, check_not_negative, with_arguments
 
@@ -64,18 +62,15 @@ def sft(
 
 def _supervised(arguments: dict[str, Any], loss_type: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and the metrics of `sft`, with the token losses of a policy's loss type, from its arguments."""
-    token_weights, entropy_coef, num_items = (
-        arguments[name] for name in ("token_weights", "entropy_coef", "num_items_in_batch")
-    )
+    entropy_coef, num_items = arguments["entropy_coef"], arguments["num_items_in_batch"]
     check_finite("entropy_coef", entropy_coef)
     check_denominator("num_items_in_batch", num_items)
     batch = Batch.of(arguments)
     sequences = batch.sequences
-    if token_weights is not None:
-        check_per_token("token_weights", token_weights, batch.target)
+    weights = batch.per_token("token_weights")
     mask = sequences.mask.float()
     terms = PolicyTerms(
-        advantages=mask if token_weights is None else per_token(token_weights, sequences),
+        advantages=mask if weights is None else weights,
         token_weight=mask / token_denominator(num_items, sequences),
         entropy_weight=None if entropy_coef == 0.0 else entropy_coef * mask / token_denominator(None, sequences),
         options=PolicyOptions(loss_type=loss_type),
