@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from llmk.ops.linear_loss.objectives.group_sums import max_over_group, share_with_group, sum_over_group
+from llmk.ops.common.collectives import max_over_group, share_with_group, sum_over_group
 from llmk.registry.checks import resolve_group
 from llmk.registry.private.processes import group_named
 

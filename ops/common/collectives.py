@@ -1,4 +1,6 @@
-"""Sending tokens between the ranks of a group, with gradients: each operator is the backward pass of the other.
+"""What the ranks of a group send each other, with gradients.
+
+Tokens, where each operator is the backward pass of the other:
 
     gather_from_ranks    [T, ...] -> [R T, ...]  the rows of all ranks, in their order; backward the sum
     sum_over_ranks       [R T, ...] -> [T, ...]  of this rank's rows the sum of what each has; backward the gather
@@ -6,6 +8,22 @@
 
 Sums are float32 in the order of the ranks, with one rounding: same inputs, same bits. They are operators, not an
 `autograd.Function`: traced by torch 2.11 that loses the gradient of one that waits for what comes.
+
+Sums over the ranks that share a batch, where every rank computes the same loss from them. Rank r has inputs x_r and
+makes s_r of them, and the loss is L = f(s) of the sum s of all s_r. Each rank computes f by itself and gets the same L.
+It wants dL/dx_r = f'(s) ds_r/dx_r, and its own f'(s) is the whole factor. So the gradient goes back through the sum as
+it comes. If it were summed over the ranks, the loss would count once for each of them.
+
+A value v that all ranks have may be used by each in a term of its own: L is the sum of h_r(v). The backward pass of
+rank r brings h_r'(v) alone, and dL/dv is the sum of these over the ranks.
+
+    sum_over_group     forward the sum over the ranks, backward the identity
+    share_with_group   forward the identity, backward the sum over the ranks
+
+Each is the backward pass of the other; all ranks get the same bits. `max_over_group` is for metrics, which have no
+gradient.
+
+Source: f and g of Shoeybi et al., Megatron-LM, 2019, https://arxiv.org/abs/1909.08053, section 3.
 """
 
 import torch
@@ -13,7 +31,7 @@ from torch import Tensor
 
 from llmk.registry import KernelOp, is_sharded, replicate_only
 from llmk.registry.checks import resolve_group
-from llmk.registry.private.processes import collectives
+from llmk.registry.private.processes import collectives, group_named
 
 
 def place_in(context_group: str, *tensors: Tensor) -> tuple[int, int]:
@@ -44,11 +62,32 @@ def _exchange_with_ranks(x: Tensor, sends: list[int], receives: list[int], group
     return collectives.wait_tensor(collectives.all_to_all_single(x.contiguous(), receives, sends, group_name))
 
 
+def _of_all_ranks(x: Tensor, group_name: str) -> Tensor:
+    """Return the values `[...]` of all ranks: `[ranks, ...]`."""
+    ranks = group_named(group_name).size()
+    return _gather_from_ranks(x.unsqueeze(0), ranks, group_name)
+
+
+def _sum_over_group(x: Tensor, group_name: str) -> Tensor:
+    return _of_all_ranks(x, group_name).sum(0)
+
+
+def _max_over_group(x: Tensor, group_name: str) -> Tensor:
+    return _of_all_ranks(x, group_name).amax(0)
+
+
+def _share_with_group(x: Tensor, group_name: str) -> Tensor:
+    return x.clone()
+
+
 gather_from_ranks = KernelOp(_gather_from_ranks)
 sum_over_ranks = KernelOp(_sum_over_ranks)
 exchange_with_ranks = KernelOp(_exchange_with_ranks)
+sum_over_group = KernelOp(_sum_over_group)
+max_over_group = KernelOp(_max_over_group)
+share_with_group = KernelOp(_share_with_group)
 
-for _op in (gather_from_ranks, sum_over_ranks, exchange_with_ranks):
+for _op in (gather_from_ranks, sum_over_ranks, exchange_with_ranks, sum_over_group, max_over_group, share_with_group):
     _op.register_kernel("cpu")(_op.fn)
     _op.register_sharding(replicate_only)
 
@@ -66,6 +105,13 @@ def _(x: Tensor, ranks: int, group_name: str) -> Tensor:
 @exchange_with_ranks.register_fake
 def _(x: Tensor, sends: list[int], receives: list[int], group_name: str) -> Tensor:
     return x.new_empty((sum(receives), *x.shape[1:]))
+
+
+for _op in (sum_over_group, max_over_group, share_with_group):
+
+    @_op.register_fake
+    def _(x: Tensor, group_name: str) -> Tensor:
+        return x.new_empty(x.shape)
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -88,3 +134,5 @@ def _exchange_backward(ctx, grad):
 gather_from_ranks.register_autograd(_gather_backward, setup_context=_setup)
 sum_over_ranks.register_autograd(_sum_backward, setup_context=_setup)
 exchange_with_ranks.register_autograd(_exchange_backward, setup_context=_setup)
+sum_over_group.register_autograd(lambda ctx, grad: (share_with_group(grad, *ctx.where), None), setup_context=_setup)
+share_with_group.register_autograd(lambda ctx, grad: (sum_over_group(grad, *ctx.where), None), setup_context=_setup)
