@@ -5,7 +5,8 @@ of the gradients for those that are done. The last one's is added to that and ro
 
 Teachers that are known by the log-probabilities of some classes of each token, their top-k, have no logits. Their
 divergences are functions of the student's log-probabilities of these classes, which the student's softmax gives, and
-one pass writes the gradient for all of them where the sum begins.
+one pass writes the gradient for all of them where the sum begins. With a tail a teacher's other classes are one class
+more, whose log-probability is made of their logits.
 
 A teacher whose classes are some of the student's, in any order, has a map of these. It is compared with the student's
 softmax over the classes that it has: their logits are gathered, and the gradient is added to that of their columns. The
@@ -19,9 +20,8 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.drivers._rows_call import NOT_IGNORED, check_classes
-from llmk.ops.linear_loss.drivers._tails import Tails
 from llmk.ops.linear_loss.drivers.distillation_call import DistillationCall, TopkTeachers
-from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, Softmaxes
+from llmk.ops.linear_loss.kernels import BothRows, CrossEntropyTerm, Implementation
 from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.logits import LogitRows, scaled
@@ -54,6 +54,55 @@ class ClassLogprobs:
         s = (s_r * (m_r - m.masked_fill(m == float("-inf"), 0.0)).exp()).sum(0)
         logprobs = (classes.y - m.unsqueeze(-1)) - s.log().unsqueeze(-1)
         return cls(classes, torch.stack((m, s)), logprobs.masked_fill(~classes.counts, 0.0))
+
+
+@dataclass(frozen=True)
+class Tails:
+    """All classes of a row but a teacher's largest, for each teacher: a sum near 1 does not say their probability."""
+
+    y: Tensor  # [M, V], transformed logits
+    slope: Tensor | float  # dy / dz
+    is_largest: list[Tensor]  # [M, V] each, False in a row without any
+    logsumexps: Tensor  # [teachers, M], of the others' logits
+    probabilities: Tensor  # [teachers, M], of the teacher's largest together
+    logprobs: Tensor  # [teachers, M], of the others together
+
+    @classmethod
+    def of(
+        cls, call: DistillationCall, topk: TopkTeachers, z: Tensor, ids: Tensor, logprobs: Tensor, stats: Tensor
+    ) -> "Tails":  # fmt: skip
+        """Compute them from the logits of a block.
+
+        Args:
+            call: What the softmax is of.
+            topk: The teachers.
+            z: The logits, `[M, V]`.
+            ids: The teachers' classes, `[M, K]`.
+            logprobs: The student's log-probabilities of these.
+            stats: The rows' largest logits and sums of exponentials.
+        """
+        transform = Transform(1.0, 1.0 / call.temperature, call.softcap)
+        (y, slope), (M, V) = transform(z.float()), z.shape
+        is_largest, sums = [], []
+        for each, of_each in zip(ids.split(topk.sizes, -1), logprobs.split(topk.sizes, -1), strict=True):
+            sums.append(of_each.exp().masked_fill(each < 0, 0.0).sum(-1))
+            columns = each.long().masked_fill((each < 0) | (each >= V), V)  # a wrong id makes the loss NaN elsewhere
+            mask = torch.zeros((M, V + 1), dtype=torch.bool, device=z.device)
+            is_largest.append(mask.scatter_(1, columns, True)[:, :V])
+        logsumexps = torch.stack([y.masked_fill(mask, float("-inf")).logsumexp(-1) for mask in is_largest])
+        (m, total), p = stats.unbind(), torch.stack(sums)
+        # Neither a difference of numbers near each other.
+        of_others = torch.where(p < 0.5, (-p).log1p(), (logsumexps - m) - total.log())
+        return cls(y, transform.factor if slope is None else slope, is_largest, logsumexps, p, of_others)
+
+    def add_gradients(self, grads: Tensor, out: Tensor) -> None:
+        """Add the gradients of the logits, given those of the tails' log-probabilities, to `out [M, V]`."""
+        columns = (each.unsqueeze(-1) for each in (grads, self.logsumexps, self.probabilities, self.logprobs))
+        for mask, grad, logsumexp, p_largest, logprob in zip(self.is_largest, *columns, strict=True):
+            # A class's share of the tail, less its probability.
+            p = (self.y - (logsumexp - logprob)).exp()
+            dy = torch.where(mask, -p, (self.y - logsumexp).exp() * p_largest)
+            out.add_((dy * self.slope * grad).masked_fill(~mask.any(-1, keepdim=True), 0.0))
 
 
 @dataclass(frozen=True)
@@ -115,18 +164,19 @@ class DivergenceRows:
             elif before is not None:
                 before.zero_()
             for i in order:
-                ids, softmaxes = maps[i], call.softmaxes(call.teachers[i])
-                x, w = z if ids is None else z.index_select(1, ids), teachers[i].logits(block, end, buffer)
-                losses[i], stats, sums = self._divergences(x, w, counts, plain if ids is None else None, softmaxes)
+                ids, w = maps[i], teachers[i].logits(block, end, buffer)
+                x = z if ids is None else z.index_select(1, ids)
+                both = BothRows(x, w, counts, call.softmaxes(call.teachers[i]))
+                losses[i], stats, sums = self._divergences(both, plain if ids is None else None)
                 if wants_block:
-                    grads = counts, loss_grads[i, block], stats, sums
+                    grads = both, loss_grads[i, block], stats, sums
                     if ids is not None:
                         part = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-                        impl.divergence.gradients(x, w, *grads, None, None, part, softmaxes)
+                        impl.divergence.gradients(*grads, None, None, part)
                         total.index_copy_(1, ids, part.add_(total.index_select(1, ids)))
                     else:
                         out = dz if i == order[-1] else total
-                        impl.divergence.gradients(x, w, *grads, ce, before, out, softmaxes)
+                        impl.divergence.gradients(*grads, ce, before, out)
                         ce, before = None, out
             divergences.append(torch.stack(losses))
             if wants_block and not has_plain:
@@ -174,26 +224,24 @@ class DivergenceRows:
         for columns, entry in zip(at.split(sizes, -1), entries.split(sizes, -1), strict=True):
             out.scatter_(1, columns, out.gather(1, columns) + entry)
 
-    def _divergences(
-        self, z: Tensor, w: Tensor, counts: Tensor, student: Tensor | None, softmaxes: Softmaxes
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _divergences(self, rows: BothRows, student: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the divergence `[M]` of vocabulary-parallel rows, and the statistics that its gradient needs.
 
         The student's statistics `[2, M]` of this rank are computed if they are not given.
         """
-        impl, gathered = self.impl, self.call.own_shard.gather
+        impl, gathered, (z, w, counts, softmaxes) = self.impl.divergence, self.call.own_shard.gather, rows
         if student is None:
-            student = impl.divergence.statistics(z, counts, softmaxes.temperature, softmaxes.softcap)
-        teacher = impl.divergence.statistics(w, counts, softmaxes.teacher_temperature, softmaxes.teacher_softcap)
+            student = impl.statistics(z, counts, softmaxes.temperature, softmaxes.softcap)
+        teacher = impl.statistics(w, counts, softmaxes.teacher_temperature, softmaxes.teacher_softcap)
         parts = gathered(torch.stack((student, teacher)))  # rank, tensor, number
         m = parts[:, :, 0].amax(0)
         base = torch.where(m == float("-inf"), 0.0, m)
         logsum = (parts[:, :, 1] * (parts[:, :, 0] - base).exp()).sum(0).log()
         stats = torch.stack((m, logsum), dim=1).view(4, z.shape[0])
-        loss, shift = gathered(impl.divergence.sums(z, w, counts, stats, None, softmaxes)).sum(0)
+        loss, shift = gathered(impl.sums(rows, stats, None)).sum(0)
         rest = torch.zeros_like(shift)
         if softmaxes.exact:
-            rest = gathered(impl.divergence.sums(z, w, counts, stats, shift, softmaxes)).sum(0)[1]
+            rest = gathered(impl.sums(rows, stats, shift)).sum(0)[1]
         return loss, stats, torch.stack((loss, shift, rest))
 
     def _add_cross_entropy(self, z: Tensor, block: slice, ce: CrossEntropyTerm, out: Tensor) -> None:

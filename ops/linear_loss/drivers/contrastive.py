@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.collectives import gather_from_ranks, sum_over_ranks
+from llmk.ops.common.sums import sum_to_scalar
 from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.chunked.plan import FREE_MEMORY, plan
 from llmk.ops.linear_loss.head import check_chunk_size, check_temperature
@@ -231,7 +232,7 @@ def _reduced(impl: Implementation, call: ContrastiveCall, losses: Tensor) -> Ten
     if call.reduction == "none":
         return losses
     every = call.gather(losses)
-    total = impl.cross_entropy.sum(every)
+    total = every.sum() if impl.on_host else sum_to_scalar(every)
     return total / every.shape[0] if call.reduction == "mean" else total
 
 

@@ -54,6 +54,15 @@ class Softmaxes(NamedTuple):
     exact: bool = False  # the logits carry no rounding but their own sums': in float32, of float32 inputs
 
 
+class BothRows(NamedTuple):
+    """Rows of logits of a student and a teacher, which of them count, and how they are compared."""
+
+    z: Tensor  # [M, V], the student's
+    w: Tensor  # [M, V]
+    counts: Tensor  # float32 [M]
+    softmaxes: Softmaxes
+
+
 class CrossEntropyTerm(NamedTuple):
     """A cross entropy of the student's rows that is added to the divergence."""
 
@@ -247,8 +256,9 @@ def statistics(z: Tensor, counts: Tensor, temperature: float, softcap: float) ->
     return part
 
 
-def sums(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor | None, softmaxes: Softmaxes) -> Tensor:
+def sums(rows: BothRows, stats: Tensor, shift: Tensor | None) -> Tensor:
     """Compute the sums of f and of its derivative over the columns, or with shifts `[M]` of r: `[2, M]`."""
+    z, w, counts, softmaxes = rows
     M, V = z.shape
     out = empty((2, M), torch.float32, z.device)
     wrap_triton(divergence_sums_kernel)[(M,)](
@@ -260,13 +270,14 @@ def sums(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor | No
 
 
 def gradients(
-    z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropyTerm | None,
-    prior: Tensor | None, dz: Tensor, softmaxes: Softmaxes,
+    rows: BothRows, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropyTerm | None, prior: Tensor | None,
+    dz: Tensor,
 ) -> None:  # fmt: skip
     """Write the gradient of the student's logits `[M, V]`, for that of each row's loss `[M]`, plus a float32 prior.
 
     dz may be z, or the prior.
     """
+    z, w, counts, softmaxes = rows
     (M, V), block = z.shape, _block(z.shape[1])
     wrap_triton(divergence_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
         z, w, counts, grad, stats, total, *((None, 0, None, None) if ce is None else ce), prior, dz,
@@ -305,7 +316,8 @@ def statistics_cpu(z: Tensor, counts: Tensor, temperature: float, softcap: float
     return torch.stack((m, e.sum(-1, dtype=torch.float64).float()))
 
 
-def _terms_cpu(z: Tensor, w: Tensor, stats: Tensor, softmaxes: Softmaxes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _terms_cpu(rows: BothRows, stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    z, w, _, softmaxes = rows
     m, logsum, teacher_m, teacher_logsum = (each.unsqueeze(-1) for each in stats.unbind())
     y, u = _transform_cpu(z, softmaxes.softcap, softmaxes.temperature)
     t, _ = _transform_cpu(w, softmaxes.teacher_softcap, softmaxes.teacher_temperature)
@@ -313,19 +325,19 @@ def _terms_cpu(z: Tensor, w: Tensor, stats: Tensor, softmaxes: Softmaxes) -> tup
     return *divergence_of_cpu(x, t - teacher_m - teacher_logsum, softmaxes.mixture.beta), x, u
 
 
-def sums_cpu(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor | None, softmaxes: Softmaxes) -> Tensor:
+def sums_cpu(rows: BothRows, stats: Tensor, shift: Tensor | None) -> Tensor:
     """`sums` in plain PyTorch."""
-    f, df, x, _ = _terms_cpu(z, w, stats, softmaxes)
+    f, df, x, _ = _terms_cpu(rows, stats)
     df = df if shift is None else df - x.exp() * shift.unsqueeze(-1)
-    return torch.where(counts != 0, torch.stack((f.sum(-1), df.sum(-1))), 0.0)
+    return torch.where(rows.counts != 0, torch.stack((f.sum(-1), df.sum(-1))), 0.0)
 
 
 def gradients_cpu(
-    z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropyTerm | None,
-    prior: Tensor | None, dz: Tensor, softmaxes: Softmaxes,
+    rows: BothRows, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropyTerm | None, prior: Tensor | None,
+    dz: Tensor,
 ) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
-    _, df, x, u = _terms_cpu(z, w, stats, softmaxes)
+    (z, _, counts, softmaxes), (_, df, x, u) = rows, _terms_cpu(rows, stats)
     e, (_, shift, rest) = x.exp(), total.unsqueeze(-1).unbind()
     dy = (df - e * shift) - e * rest
     dy.mul_(grad.unsqueeze(-1) / softmaxes.temperature)
@@ -356,11 +368,8 @@ class DivergenceFunctions(NamedTuple):
     """The passes over a chunk of both models' logits."""
 
     statistics: Callable[[Tensor, Tensor, float, float], Tensor]
-    sums: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Softmaxes], Tensor]
-    gradients: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, CrossEntropyTerm | None, Tensor | None, Tensor, Softmaxes],
-        None,
-    ]
+    sums: Callable[[BothRows, Tensor, Tensor | None], Tensor]
+    gradients: Callable[[BothRows, Tensor, Tensor, Tensor, CrossEntropyTerm | None, Tensor | None, Tensor], None]
     softmax_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Transform, bool], None]
 
 

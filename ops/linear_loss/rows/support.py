@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.projection import Chunk, Projection
-from llmk.ops.linear_loss.rows.softmax import RowGradients, RowResults, Statistics
+from llmk.ops.linear_loss.rows.softmax import RowGradients, RowResults, Statistics, row_results, with_classes
 
 MOST_SUPPORT = 1024
 """The most ids of a row's support."""
@@ -55,24 +55,19 @@ class Support:
     ) -> tuple[Statistics, RowResults]:
         """Replace what the rows with a support have over all classes."""
         ids, _, y, _ = self.logits(rows)
-        m = y.amax(-1)
-        distance = y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)
-        e = distance.exp()
-        total = e.sum(-1)
-        moment = torch.where(e == 0, 0.0, e * distance).sum(-1)
-        own = Statistics.of(m, total, torch.zeros_like(total), moment)
-        cuts, counts = self.cuts(rows), classes.counts
-        own_classes = self.classes[rows]
-        inside = (own_classes.unsqueeze(-1) == ids.unsqueeze(-2)).any(-1)
-        logprobs = torch.where(inside, (classes.y - m.unsqueeze(-1)) - total.log().unsqueeze(-1), float("-inf"))
+        nothing, cuts, counts = torch.zeros_like(stats.rest), self.cuts(rows), classes.counts
+        total, moment, m = with_classes(nothing, nothing, torch.full_like(nothing, float("-inf")), y)
+        own = Statistics.of(m, total, nothing, moment)
+        found = row_results(own, classes.y, nothing, counts)
+        inside = (self.classes[rows].unsqueeze(-1) == ids.unsqueeze(-2)).any(-1)
+        logprobs = torch.where(inside, found.logprobs, float("-inf"))
         logprobs = torch.where(y.isnan().any(-1, keepdim=True) | classes.y.isnan(), float("nan"), logprobs)
-        entropy, counted = total.log() - moment / total, counts.any(-1)
-        replaced = cuts & counted
+        replaced = cuts & counts.any(-1)
         return (
             Statistics(torch.where(replaced, own.values, stats.values)),
             results._replace(
                 logprobs=torch.where(cuts.unsqueeze(-1) & counts, logprobs, results.logprobs),
-                entropy=torch.where(replaced, entropy, results.entropy),
+                entropy=torch.where(replaced, found.entropy, results.entropy),
             ),
         )
 
