@@ -79,7 +79,8 @@ def test_first_uses() -> None:
             x, w = torch.randn(3, 64), torch.ones(64)
             done = forked(1, lambda: exec(use, globals()))
             assert done["codes"] == [0], (name, done)
-            import torch._inductor.compile_fx, torch.distributed.tensor
+            import torch._inductor.compile_fx, torch.distributed.tensor, compile_tests.helpers.without_cpp
+            compile_tests.helpers.without_cpp.write_no_cpp()
     """)
 
 
