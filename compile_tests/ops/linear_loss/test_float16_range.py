@@ -15,7 +15,7 @@ from llmk.ops.linear_loss.rows.logits import float16_scale
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
 
-N, H, V = 24, 16, 200
+N, H, V = 16, 16, 200
 
 
 def half(*shape: int, scale: float = 1.0) -> Tensor:
@@ -26,9 +26,9 @@ def sample_of(name: str, size: float = 3.0, **options: Any) -> Sample:
     """A call with logits of so many standard deviations, some classes of which are as rare as 1e-8."""
     x, weight, target = half(N, H), half(V, H, scale=size / H**0.5), torch.randint(V, (N,))
     bias = torch.linspace(0, -14, V).half()
-    kwargs: dict[str, Any] = {"chunk_size": 10, "linear_bias": bias, **options}
+    kwargs: dict[str, Any] = {"chunk_size": 9, "linear_bias": bias, **options}
     if name == "fused_linear_preference":
-        return Sample((x.view(3, 2, 4, H), weight, target.view(3, 2, 4)), kwargs)
+        return Sample((x.view(2, 2, 4, H), weight, target.view(2, 2, 4)), kwargs)
     if name.startswith("fused_linear_jsd"):
         teacher = half(N, H + 8), half(V, H + 8, scale=size / H**0.5)
         kwargs["teacher_linear_bias"] = bias

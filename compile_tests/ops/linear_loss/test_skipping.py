@@ -200,8 +200,16 @@ def of_sequences(options: dict[str, Any], chunk_size: int) -> Sample:
 
 GROUPS = [("fused_linear_preference", of_pairs, 2 * S, options) for options in PAIRS]
 GROUPS += [("fused_linear_policy", of_sequences, S, options) for options in SEQUENCES]
-groups = pytest.mark.parametrize(
-    ("name", "make", "group", "options"), GROUPS, ids=[case[3]["loss_type"] for case in GROUPS]
+IDS, EACH = [case[3]["loss_type"] for case in GROUPS], ("name", "make", "group", "options")
+groups = pytest.mark.parametrize(EACH, GROUPS, ids=IDS)
+COMPILED = ("ipo+robust", "clipped")
+"""One of pairs and one of sequences; what differs between the others is computed by the same kernels."""
+some_groups = pytest.mark.parametrize(
+    EACH,
+    [
+        pytest.param(*case, marks=() if name in COMPILED else pytest.mark.breadth, id=name)
+        for name, case in zip(IDS, GROUPS, strict=True)
+    ],
 )
 
 
@@ -234,7 +242,7 @@ def test_a_group_that_no_chunk_holds_is_skipped_over_the_batch(
 
 @pytest.mark.usefixtures("no_cpp")
 @pytest.mark.parametrize("dynamic", [False, True])
-@groups
+@some_groups
 def test_compiled_groups(
     name: str, make: Callable[..., Sample], group: int, options: dict[str, Any], dynamic: bool, ends: list[int]
 ) -> None:
