@@ -168,6 +168,48 @@ def test_an_output_that_changed_is_not_made_again() -> None:
         torch.testing.assert_close(p.grad, grad)
 
 
+def gathered_for_a_call(norm: Any, take: Callable[[Tensor], None]) -> None:
+    """A norm whose weight is there while it is called, and from the gradient of its output on, as in ZeRO-3."""
+    weight, data = norm.weight, norm.weight.detach().clone()
+    take(weight)
+
+    def bring(*_: Any) -> None:
+        weight.untyped_storage().resize_(data.untyped_storage().nbytes())
+        weight.data = data.clone()
+
+    def look(module: nn.Module, args: Any, output: Tensor) -> None:
+        take(weight)
+        output.register_hook(bring)
+
+    norm.register_forward_pre_hook(bring)
+    norm.register_forward_hook(look)
+
+
+def without_data(weight: Tensor) -> None:
+    weight.data = weight.new_empty(0)
+
+
+def without_memory(weight: Tensor) -> None:
+    weight.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("take", [without_data, without_memory])
+def test_a_weight_that_goes_after_the_call_is_not_read(take: Callable[[Tensor], None], device: torch.device) -> None:
+    """FSDP2 with a norm as a unit of its own frees its memory, and ZeRO-3 puts nothing in its place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RMSNorm(16), Layers())
+    nn.init.uniform_(model[0].weight, 0.5, 1.5)
+    x = torch.randn(3, 16)
+    model(x).sum().backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    assert patch(model).replaced == {"norm": 1, "projection": 1}
+    gathered_for_a_call(model[0], take)
+    model(x).sum().backward()
+    for p, grad in zip(model.parameters(), want, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+
 class Branches(nn.Module):
     """Gives an argument to linear layers under conditions, changed, and twice."""
 

@@ -20,13 +20,13 @@ from llmk.transformers.rewrite import Edit, Source, argument_names, is_in_place,
 
 
 class MadeOf(NamedTuple):
-    """The input of a norm and its parameters, and the versions of input and output."""
+    """The input of a norm and its parameters, and what tells whether all of it is as it was."""
 
     input: Tensor
     weight: Tensor | None
     eps: float
     offset: float
-    versions: tuple[int | None, int | None]
+    state: tuple[int | None, ...]
 
 
 _ORIGINS = WeakTensorKeyDictionary()
@@ -36,8 +36,13 @@ _ORIGINS = WeakTensorKeyDictionary()
 def made_of(output: Tensor, input: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
     """Return a norm's output, and write down what it was made of where a backward pass may come."""
     if type(output) is Tensor and recomputes():
-        _ORIGINS[output] = MadeOf(input, weight, eps, offset, (version_of(input), version_of(output)))
+        _ORIGINS[output] = MadeOf(input, weight, eps, offset, state_of(input, weight, output))
     return output
+
+
+def state_of(input: Tensor, weight: Tensor | None, output: Tensor) -> tuple[int | None, ...]:
+    """Versions of input and output, and where the weight is: FSDP and ZeRO-3 free it after the norm's call."""
+    return version_of(input), version_of(output), None if weight is None else weight.data_ptr()
 
 
 def projections(x: Any, *linears: Any) -> list[Any]:
@@ -54,7 +59,7 @@ def projections(x: Any, *linears: Any) -> list[Any]:
 
 
 def _reads_norm(x: Tensor, norm: MadeOf, linears: tuple[Any, ...]) -> bool:
-    same = norm.versions == (version_of(norm.input), version_of(x))
+    same = norm.state == state_of(norm.input, norm.weight, x)
     return same and all(is_plain_linear(linear, x) and linear.bias is None for linear in linears)
 
 
