@@ -119,7 +119,7 @@ def small_vision_model(family: str) -> tuple[Any, dict[str, torch.Tensor]]:
     ids = torch.randint(3, 96, (2, 12))
     inputs = {"input_ids": ids, "labels": ids, "pixel_values": torch.randn(2, 3, 8, 8)}
     vision = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
-    clip = {**vision, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8}
+    clip = {**vision, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 8}
     ids[:, 2:6] = 99  # an image is four tokens
     if family == "Llava":
         config = transformers.LlavaConfig(

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from compile_tests.helpers.backend_checks import THROUGH_AUTOGRAD, rewriting
+from compile_tests.helpers.observers import Operators
 from llmk.compiler import Report
 from llmk.transformers import patch
 
@@ -190,19 +190,6 @@ ACTIONS: dict[str, Action] = {
     "FSDP2": fsdp,
     "second thread": second_thread,
 }
-
-
-class Operators(TorchDispatchMode):
-    """Counts llmk's operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "llmk":
-            self.found[func.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def operators_of(model: nn.Module, inputs: dict[str, Tensor]) -> Counter[str]:

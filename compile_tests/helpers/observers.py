@@ -1,10 +1,13 @@
 """Whoever sees calls of operators and launches of kernels, for which the fast path of eager mode makes way."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 import triton.knobs
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo import lookup_backend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,6 +37,38 @@ class LargestTensor(TorchDispatchMode):
         every = out if isinstance(out, tuple | list) else [out]
         self.most = max([self.most, *(x.numel() for x in every if isinstance(x, Tensor))])
         return out
+
+
+class Operators(TorchDispatchMode):
+    """Counts llmk's operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "llmk":
+            self.found[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class GraphOperators:
+    """ "aot_eager" that also counts the operators of a namespace in each graph that it is given."""
+
+    def __init__(self, namespace: str = "llmk") -> None:
+        self.prefix = f"{namespace}."
+        self.graphs: list[Counter[str]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        targets = (str(node.target) for node in graph.graph.nodes)
+        names = (name.removeprefix(self.prefix) for name in targets if name.startswith(self.prefix))
+        self.graphs.append(Counter(name.removesuffix(".default") for name in names))
+        return lookup_backend("aot_eager")(graph, example_inputs)
+
+    def of(self, module: nn.Module, *args: Any, **kwargs: Any) -> Counter[str]:
+        """Return the operators in the one graph of a module's forward pass."""
+        torch.compile(module, fullgraph=True, backend=self)(*args, **kwargs)
+        return self.graphs[-1]
 
 
 def watch(where: str, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
