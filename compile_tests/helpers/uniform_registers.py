@@ -15,6 +15,7 @@ from compile_tests.helpers.aot import dumped
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", re.MULTILINE)
 _LEAVES = {"EXIT", "RET", "KILL", "JMX", "BRX"}
 _BRANCHES = {"BRA", "CALL", "JMP", "BSSY"}
+_FOUND: dict[bytes, "list[Instruction]"] = {}
 
 
 @dataclass(frozen=True)
@@ -95,5 +96,13 @@ def undefined_reads(code: str) -> list[Instruction]:
 
 
 def undefined_descriptors(compiled: Any) -> list[Instruction]:
-    """`undefined_reads` of a kernel for sm_90 with a warp group's product; others describe nothing so."""
-    return undefined_reads(dumped(compiled, "-sass")) if "wgmma" in compiled.asm["ptx"] else []
+    """`undefined_reads` of a kernel for sm_90 with a warp group's product; others describe nothing so.
+
+    Operators that share a kernel have the same code, which is looked at once.
+    """
+    if "wgmma" not in compiled.asm["ptx"]:
+        return []
+    cubin = compiled.asm["cubin"]
+    if cubin not in _FOUND:
+        _FOUND[cubin] = undefined_reads(dumped(compiled, "-sass"))
+    return _FOUND[cubin]
