@@ -189,6 +189,13 @@ def logsumexp_cpu(x: Tensor) -> Tensor:
     return (x - largest).exp().sum(-1, keepdim=True).log() + largest
 
 
+def merged_sums_cpu(m: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge parts `[T, ...]` of softmaxes: their maxima, and the sums of exponentials relative to these."""
+    largest = m.amax(0)
+    base = largest.masked_fill(largest == float("-inf"), 0.0)  # where all are
+    return largest, (s * (m - base).exp()).sum(0)
+
+
 def cap_cpu(x: Tensor, softcap: float) -> Tensor:
     """`cap` in plain PyTorch."""
     return softcap * torch.tanh(x / softcap)

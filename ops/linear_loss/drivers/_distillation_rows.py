@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmk.ops.common.math import merged_sums_cpu
 from llmk.ops.linear_loss.drivers._rows_call import NOT_IGNORED, check_classes
 from llmk.ops.linear_loss.drivers.distillation_call import DistillationCall, TopkTeachers
 from llmk.ops.linear_loss.kernels import BothRows, CrossEntropyTerm, Implementation
@@ -49,9 +50,7 @@ class ClassLogprobs:
 
         first = transform if call.shard is None else None  # what other ranks have comes before the transform
         classes = Classes.located(ids, numbering, V, logits, first).of_ranks(call.shard, transform)
-        m_r, s_r = call.own_shard.gather(rank).unbind(1)
-        m = m_r.amax(0)
-        s = (s_r * (m_r - m.masked_fill(m == float("-inf"), 0.0)).exp()).sum(0)
+        m, s = merged_sums_cpu(*call.own_shard.gather(rank).unbind(1))
         logprobs = (classes.y - m.unsqueeze(-1)) - s.log().unsqueeze(-1)
         return cls(classes, torch.stack((m, s)), logprobs.masked_fill(~classes.counts, 0.0))
 
@@ -233,11 +232,8 @@ class DivergenceRows:
         if student is None:
             student = impl.statistics(z, counts, softmaxes.temperature, softmaxes.softcap)
         teacher = impl.statistics(w, counts, softmaxes.teacher_temperature, softmaxes.teacher_softcap)
-        parts = gathered(torch.stack((student, teacher)))  # rank, tensor, number
-        m = parts[:, :, 0].amax(0)
-        base = torch.where(m == float("-inf"), 0.0, m)
-        logsum = (parts[:, :, 1] * (parts[:, :, 0] - base).exp()).sum(0).log()
-        stats = torch.stack((m, logsum), dim=1).view(4, z.shape[0])
+        m, s = merged_sums_cpu(*gathered(torch.stack((student, teacher))).unbind(2))  # of rank, tensor, number
+        stats = torch.stack((m, s.log()), dim=1).view(4, z.shape[0])
         loss, shift = gathered(impl.sums(rows, stats, None)).sum(0)
         rest = torch.zeros_like(shift)
         if softmaxes.exact:

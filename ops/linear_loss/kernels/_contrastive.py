@@ -34,7 +34,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E
+from llmk.ops.common.math import LOG2E, merged_sums_cpu
 from llmk.ops.common.products import (
     BLOCK_N,
     MAX_STRIDE,
@@ -535,10 +535,7 @@ def merge_cpu(parts: Tensor, before: Tensor | None = None) -> Tensor:
     """`merge` in plain PyTorch."""
     nothing = torch.tensor([float("-inf"), 0.0], dtype=torch.float32, device=parts.device)
     first = nothing.unsqueeze(1).expand(parts.shape[1:]) if before is None else before
-    m_t, s_t = torch.cat((first.unsqueeze(0), parts)).unbind(1)
-    m = m_t.amax(0)
-    base = torch.where(m == float("-inf"), 0.0, m)
-    return torch.stack((m, (s_t * (m_t - base).exp()).sum(0)))
+    return torch.stack(merged_sums_cpu(*torch.cat((first.unsqueeze(0), parts)).unbind(1)))
 
 
 def gradients_cpu(

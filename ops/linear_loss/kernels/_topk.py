@@ -34,7 +34,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E
+from llmk.ops.common.math import LOG2E, merged_sums_cpu
 from llmk.ops.linear_loss.kernels.tiles import logits_tile
 from llmk.registry import empty, jit, next_power_of_2, wrap_triton
 
@@ -315,8 +315,7 @@ def combine_cpu(parts: Candidates, k: int) -> tuple[Tensor, Tensor, Tensor, Tens
     """`combine` in plain PyTorch."""
     R, M = parts.part.shape[0] // 2, parts.part.shape[1]
     s_r, m_r = parts.part.view(R, 2, M).unbind(1)
-    m = m_r.amax(0)
-    s = ((m_r - torch.where(m == float("-inf"), 0.0, m)).exp() * s_r).sum(0)
+    m, s = merged_sums_cpu(m_r, s_r)
     logsum = s.log()
     key = parts.keys.view(R, M, k).movedim(0, 1).reshape(M, R * k).topk(k).values
     logprobs = (_number_cpu((key >> 32).int()) - m.unsqueeze(-1)) - logsum.unsqueeze(-1)
