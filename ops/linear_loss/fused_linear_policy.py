@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.scaling import scale_op
 from llmk.ops.linear_loss._records import Make, linear_cost, one_rank, resized, workloads
 from llmk.ops.linear_loss.drivers.logprobs import GroupsCall, groups_op
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
@@ -106,8 +105,7 @@ class PolicyCall(GroupsCall):
         return PolicyTerms.of_rows(self.options, counts, parts).loss
 
 
-scale = scale_op("_fused_linear_policy_scale")
-fused_linear_policy_fwd = groups_op("_fused_linear_policy_fwd", PolicyCall, scale)
+forward, KERNEL_OPS = groups_op("fused_linear_policy", PolicyCall)
 
 
 def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -166,7 +164,7 @@ def fused_linear_policy_workload(sizes: Sequence[int], device: torch.device, dty
 @public_op(
     reference=fused_linear_policy_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=(fused_linear_policy_fwd.op, scale),
+    kernel_ops=KERNEL_OPS,
     samples=fused_linear_policy_samples,
     resized=resized(fused_linear_policy_workload, 4, 16, 40),
     workloads=workloads(fused_linear_policy_workload, (8, 512, 4096, 128256), (8, 4096, 2048, 151936)),
@@ -276,11 +274,11 @@ def fused_linear_policy(
     for name in PER_TOKEN:
         check_parameter(name, getattr(call, name), call.tokens, meaning, "input", call.input)
     if support is None:
-        loss, logprobs, entropy, *_ = fused_linear_policy_fwd(call)
+        loss, logprobs, entropy, *_ = forward(call)
         return loss, logprobs, entropy
     outside = outside_support(target, support, ignore_index, call.num_classes)
     call = replace(call, target=target.long().masked_fill(outside, ignore_index))
-    loss, logprobs, entropy, *_ = fused_linear_policy_fwd(call)
+    loss, logprobs, entropy, *_ = forward(call)
     return loss, logprobs.masked_fill(outside, float("-inf")), entropy
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.scaling import scale_op
 from llmk.ops.linear_loss._records import Make, linear_cost, one_rank, resized, workloads
 from llmk.ops.linear_loss.drivers.logprobs import GroupsCall, groups_op
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
@@ -75,8 +74,7 @@ class PreferenceCall(GroupsCall):
         return lambda logprobs, entropy: terms.loss(logprobs, counts)
 
 
-scale = scale_op("_fused_linear_preference_scale")
-fused_linear_preference_fwd = groups_op("_fused_linear_preference_fwd", PreferenceCall, scale)
+forward, KERNEL_OPS = groups_op("fused_linear_preference", PreferenceCall)
 
 
 def fused_linear_preference_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -131,7 +129,7 @@ def fused_linear_preference_workload(sizes: Sequence[int], device: torch.device,
 @public_op(
     reference=fused_linear_preference_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=(fused_linear_preference_fwd.op, scale),
+    kernel_ops=KERNEL_OPS,
     samples=fused_linear_preference_samples,
     resized=resized(fused_linear_preference_workload, 4, 16, 40),
     workloads=workloads(fused_linear_preference_workload, (4, 512, 4096, 128256), (4, 512, 2048, 151936)),
@@ -220,7 +218,7 @@ def fused_linear_preference(
     check_label_smoothing(loss_type.split("+"), label_smoothing)
     check_finite("simpo_gamma", simpo_gamma)
     check_finite("f_divergence_coef", f_divergence_coef)
-    loss, logprobs, entropy, *_ = fused_linear_preference_fwd(call)
+    loss, logprobs, entropy, *_ = forward(call)
     return loss, logprobs, entropy
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from llmk.ops.common.scaling import SavedGradients, save_gradients
+from llmk.ops.common.scaling import SavedGradients, save_gradients, scale_op
 from llmk.ops.linear_loss.chunked._compacted import CompactedTokens
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice
 from llmk.ops.linear_loss.chunked.plan import Plan, plan
@@ -235,12 +235,13 @@ class LinearOp(CallOp[C]):
         ctx.dtype, ctx.shard, ctx.arguments = call.input.dtype, call.shard, len(inputs)
         return call
 
-    def differentiate_by_scaling(self, scale: KernelOp) -> None:
+    def differentiate_by_scaling(self) -> tuple[KernelOp, KernelOp]:
         """Register the derivative of an op whose forward pass makes the gradients of input, weight and bias.
 
-        It returns a loss, results without gradients, and lastly the three gradients, which `scale` multiplies by the
-        incoming one.
+        It returns a loss, results without gradients, and lastly the three gradients, which another op multiplies by
+        the incoming one. Both are returned.
         """
+        scale = scale_op(f"{self.op.name.removesuffix('_fwd')}_scale")
         self.op.register_autograd(
             lambda ctx, grad, *_: self.scaled_gradients(ctx, scale, grad),
             setup_context=lambda ctx, inputs, output: self.save_gradients(ctx, inputs, *output[-3:]),
@@ -248,6 +249,7 @@ class LinearOp(CallOp[C]):
             takes_none=True,
             keeps=lambda needs_input_grad, args: needs_input_grad[:3],
         )
+        return self.op, scale
 
 
 def _argument_gradients(ctx: Any, dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.scaling import mean_of_all, scale_op
+from llmk.ops.common.scaling import mean_of_all
 from llmk.ops.linear_loss.chunked import LinearOp, fake_gradients, local_fields, with_shard
 from llmk.ops.linear_loss.drivers._distillation_rows import DivergenceRows
 from llmk.ops.linear_loss.drivers.distillation_call import TEACHER, DistillationCall, OneTeacherCall
@@ -17,7 +17,6 @@ from llmk.ops.linear_loss.rows.projection import Gradients
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
-    KernelOp,
     check_number,
     check_parameter,
     check_same,
@@ -143,14 +142,9 @@ class DistillationOps:
     def __init__(self, name: str, *, splits: bool = False, call_type: type[DistillationCall] = OneTeacherCall) -> None:
         self.splits = splits
         self.forward = LinearOp(f"_{name}_fwd", call_type, _forward, outputs=7, fake=_fake_forward, products=_products)
-        self.scale = scale_op(f"_{name}_scale")
         self.forward.op.register_sharding(_forward_sharding if splits else replicate_only)
         # The caller divides a total, whose gradient is that of a sum.
-        self.forward.differentiate_by_scaling(self.scale)
-
-    @property
-    def kernel_ops(self) -> tuple[KernelOp, ...]:
-        return self.forward.op, self.scale
+        self.kernel_ops = self.forward.differentiate_by_scaling()
 
     def __call__(self, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the loss, and with a `ce_weight` its terms, from the public operator's arguments, of one teacher."""

@@ -498,9 +498,8 @@ def _grouped_products(impl: Implementation, call: GroupsCall, need_dx: bool, nee
     return 1 + twice + need_dx + need_dw
 
 
-def groups_op(name: str, call_type: type[GroupsCall], scale: KernelOp) -> LinearOp:
-    """Return the kernel op of a loss of groups, whose backward pass scales the saved gradients with `scale`."""
-    op = LinearOp(name, call_type, _grouped, outputs=6, fake=_fake_grouped, products=_grouped_products)
+def groups_op(name: str, call_type: type[GroupsCall]) -> tuple[LinearOp, tuple[KernelOp, KernelOp]]:
+    """Return the op of a loss of groups, and its kernel ops: the backward pass scales the saved gradients."""
+    op = LinearOp(f"_{name}_fwd", call_type, _grouped, outputs=6, fake=_fake_grouped, products=_grouped_products)
     op.op.register_sharding(replicate_only)
-    op.differentiate_by_scaling(scale)
-    return op
+    return op, op.differentiate_by_scaling()
