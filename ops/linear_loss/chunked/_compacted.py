@@ -127,12 +127,6 @@ class CompactedTokens:
         assert self.count is not None
         return CompactedTokens(shape, self.index[rows] - rows.start, RowCounts(self.count.end(rows), *shape))
 
-    def end(self, rows: slice, device: torch.device) -> Tensor:
-        """Return how many of some rows count, int32 `[1]`."""
-        if self.count is None:
-            return torch.full((1,), rows.stop - rows.start, dtype=torch.int32, device=device)
-        return self.count.end(rows)
-
     def gather(self, x: Tensor) -> Tensor:
         """Gather the rows of `[..., *rest]` of these tokens: `[n, *rest]`."""
         rows = x.reshape(math.prod(self.shape), *x.shape[len(self.shape) :])

@@ -78,10 +78,10 @@ class LogitRows:
     def end(self, rows: slice) -> Tensor:
         """Return how many of some rows count, int32 `[1]`."""
         if self.compacted.count is not None:
-            return self.compacted.end(rows, self.layer.x.device)
+            return self.compacted.count.end(rows)
         number = rows.stop - rows.start  # most chunks have as many
         if number not in self._ends:
-            self._ends[number] = self.compacted.end(rows, self.layer.x.device)
+            self._ends[number] = torch.full((1,), number, dtype=torch.int32, device=self.layer.x.device)
         return self._ends[number]
 
     def chunks(self) -> Iterator[slice]:
