@@ -17,7 +17,7 @@ from torch import Tensor
 from llmk.ops.common.rows import as_rows, contiguous
 from llmk.ops.common.scaling import SavedGradients, mean_of_all, save_gradients, scale_op
 from llmk.ops.common.sums import mean_of_rows, sum_to_scalar
-from llmk.ops.loss.cross_entropy_cpu import mean_of_rows_cpu
+from llmk.ops.loss._cross_entropy_cpu import mean_of_rows_cpu
 from llmk.ops.loss.cross_entropy_options import check_classes
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu
 from llmk.registry import (

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_rows
-from llmk.ops.loss.cross_entropy_cpu import class_index, row_sum_cpu
+from llmk.ops.loss._cross_entropy_cpu import class_index, row_sum_cpu
 from llmk.ops.loss.cross_entropy_kernels import counts_of, row_statistics
 from llmk.ops.loss.cross_entropy_options import check_classes, counted
 from llmk.ops.loss.divergence_math import exp_of

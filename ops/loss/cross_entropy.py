@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_reference, logsumexp_reference
-from llmk.ops.loss.cross_entropy_cpu import CPU, z_loss_cpu
+from llmk.ops.loss._cross_entropy_cpu import CPU, z_loss_cpu
 from llmk.ops.loss.cross_entropy_kernels import KERNELS, LONGEST_SHORT
 from llmk.ops.loss.cross_entropy_options import CrossEntropyOptions, RowLoss, check_loss_options
 from llmk.ops.loss.patterns import CROSS_ENTROPY
