@@ -116,6 +116,10 @@ def check_not_negative(name: str, value: float) -> None:
     check_number(name, value, 0.0, LARGEST, "a finite number of at least 0")
 
 
+def check_positive(name: str, value: float) -> None:
+    check_number(name, value, TINY, LARGEST, "a finite positive number")
+
+
 def check_finite(name: str, value: float) -> None:
     check_number(name, value, -LARGEST, LARGEST, "a finite number")
 

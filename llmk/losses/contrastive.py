@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.losses._batch import KINDS, NUMBERS, check_is_tensor, check_positive, check_tensor
+from llmk.losses._batch import KINDS, NUMBERS, check_is_tensor, check_tensor
 from llmk.losses._ranks import make_ranks
 from llmk.ops.linear_loss.info_nce import info_nce as info_nce_op
 from llmk.ops.loss.cross_entropy import cross_entropy
 from llmk.ops.retrieval.maxsim import maxsim
-from llmk.registry import check_flag, check_same
+from llmk.registry import check_flag, check_positive, check_same
 
 
 def info_nce(

@@ -17,7 +17,6 @@ from llmk.losses._batch import (
     check_denominator,
     check_is_tensor,
     check_list,
-    check_positive,
     check_tensor,
     cross_entropy_sum,
     denominator_of,
@@ -30,7 +29,15 @@ from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
 from llmk.ops.linear_loss.head import scaled
 from llmk.ops.linear_loss.objectives.topk_divergence import NOT_THERE, topk_divergence
-from llmk.registry import check_finite, check_flag, check_not_negative, check_same, is_sharded, with_arguments
+from llmk.registry import (
+    check_finite,
+    check_flag,
+    check_not_negative,
+    check_positive,
+    check_same,
+    is_sharded,
+    with_arguments,
+)
 
 
 @with_arguments

@@ -10,11 +10,11 @@ from llmk import functional
 from llmk.ops.linear_loss.chunked import VocabSlice
 from llmk.ops.linear_loss.drivers.contrastive import REDUCTIONS as CONTRASTIVE_REDUCTIONS
 from llmk.ops.linear_loss.drivers.logprobs import check_k
-from llmk.ops.linear_loss.head import check_chunk_size, check_temperature
+from llmk.ops.linear_loss.head import check_chunk_size
 from llmk.ops.loss.cross_entropy_options import check_loss_numbers
 from llmk.ops.loss.giou_loss import check_giou_options
 from llmk.ops.loss.kl_div import REDUCTIONS
-from llmk.registry import OPS, check_finite, check_flag, check_number, check_option, check_switch
+from llmk.registry import OPS, check_finite, check_flag, check_number, check_option, check_positive, check_switch
 from llmk.registry.private.operators import schema_of
 
 
@@ -159,7 +159,7 @@ class LinearLogProbs(_OperatorLoss, operator="linear_logprobs"):
         entropy: bool = True,
     ) -> None:
         super().__init__()
-        check_temperature(temperature)
+        check_positive("temperature", temperature)
         check_finite("logit_scale", logit_scale)
         check_switch("softcap", softcap)
         check_chunk_size(chunk_size)
@@ -197,7 +197,7 @@ class LinearTopK(_OperatorLoss, operator="linear_topk"):
     ) -> None:
         super().__init__()
         check_k(k)
-        check_temperature(temperature)
+        check_positive("temperature", temperature)
         check_finite("logit_scale", logit_scale)
         check_switch("softcap", softcap)
         check_chunk_size(chunk_size)
@@ -226,7 +226,7 @@ class InfoNCELoss(_OperatorLoss, operator="info_nce"):
         group_name: str = "",
     ) -> None:
         super().__init__()
-        check_temperature(temperature)
+        check_positive("temperature", temperature)
         check_option("reduction", reduction, CONTRASTIVE_REDUCTIONS)
         check_chunk_size(chunk_size)
         self.temperature, self.symmetric, self.reduction = temperature, symmetric, reduction
@@ -287,7 +287,7 @@ class LinearJSDLoss(_OperatorLoss, operator="fused_linear_jsd"):
     ) -> None:
         super().__init__()
         check_number("beta", beta, 0.0, 1.0, "a number from 0 to 1")
-        check_temperature(temperature)
+        check_positive("temperature", temperature)
         check_switch("softcap", softcap)
         check_switch("teacher_softcap", teacher_softcap)
         check_chunk_size(chunk_size)

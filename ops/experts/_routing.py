@@ -15,12 +15,12 @@ from llmk.registry import (
     check_dtype,
     check_number,
     check_option,
+    check_positive,
     check_same,
     check_shape,
     jit,
     next_power_of_2,
 )
-from llmk.registry.checks import TINY
 
 SCORINGS = ("softmax", "sigmoid")
 TINIEST_SUM = 1e-20
@@ -66,7 +66,7 @@ def check_routing(input: Tensor, bias: Tensor | None, routing: Routing) -> None:
         check_shape("bias", bias, (E,), "one for each expert")
         check_same("bias", bias, "input", input)
     check_option("scoring", scoring, SCORINGS)
-    check_number("scale", scale, TINY, LARGEST, "a finite positive number")
+    check_positive("scale", scale)
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

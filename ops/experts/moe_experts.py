@@ -68,8 +68,8 @@ from llmk.registry import (
     Sample,
     autocast_dtype,
     check_finite,
-    check_number,
     check_option,
+    check_positive,
     check_same,
     check_shape,
     check_switch,
@@ -77,7 +77,6 @@ from llmk.registry import (
     public_op,
     replicate_only,
 )
-from llmk.registry.checks import LARGEST, TINY
 
 
 def moe_experts_reference(
@@ -481,7 +480,7 @@ def moe_experts(
             check_same(name, bias, "input", input, dtype=True)
     check_option("activation", activation, ACTIVATIONS)
     check_switch("limit", limit)
-    check_number("alpha", alpha, TINY, LARGEST, "a finite positive number")
+    check_positive("alpha", alpha)
     check_finite("up_offset", up_offset)
     rows, order, positions, offsets = moe_experts_up_fwd(input, gate_up, indices, transposed)
     options = activation, interleaved, transposed, limit, alpha, up_offset

@@ -55,11 +55,11 @@ from llmk.registry import (
     check_dtype,
     check_number,
     check_parameter,
+    check_positive,
     check_same,
     check_switch,
     public_op,
 )
-from llmk.registry.checks import TINY
 
 
 def fused_linear_distill_reference(
@@ -389,7 +389,7 @@ def fused_linear_distill(
     https://arxiv.org/abs/2306.13649; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
     check_number("ce_weight", ce_weight, 0.0, LARGEST, "a finite number that is not negative")
-    check_number("temperature", temperature, TINY, LARGEST, "a finite positive number")  # before it is the teachers'
+    check_positive("temperature", temperature)  # before it is the teachers'
     if ce_weight > 0 and labels is None:
         raise ValueError(f"labels: expected class indices for a ce_weight of {ce_weight}, got None")
     D = len(teacher_input)
@@ -463,7 +463,7 @@ def _check_teacher(call: TeachersCall, i: int, teacher: Teacher) -> None:
         check_parameter(f"vocab_map[{i}]", ids, (classes,), meaning, "input", call.input, (torch.int64,))
         classes = call.num_classes
     check_teacher_fits(call, names[0], teacher.input, names[1], classes, call.num_classes)
-    check_number(f"teacher_temperature[{i}]", teacher.temperature, TINY, LARGEST, "a finite positive number")
+    check_positive(f"teacher_temperature[{i}]", teacher.temperature)
     check_switch(f"teacher_softcap[{i}]", teacher.softcap)
 
 

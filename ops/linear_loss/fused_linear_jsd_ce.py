@@ -19,8 +19,7 @@ from llmk.ops.linear_loss.fused_linear_jsd import (
     student_and_teacher,
     teacher_workload,
 )
-from llmk.registry import LARGEST, Sample, check_number, public_op
-from llmk.registry.checks import TINY
+from llmk.registry import Sample, check_positive, public_op
 
 
 def fused_linear_jsd_ce_reference(
@@ -126,6 +125,6 @@ def fused_linear_jsd_ce(
     Sources: Hinton et al., 2015, https://arxiv.org/abs/1503.02531; Agarwal et al., 2023,
     https://arxiv.org/abs/2306.13649; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    check_number("ce_weight", ce_weight, TINY, LARGEST, "a finite positive number")
+    check_positive("ce_weight", ce_weight)
     loss, divergence, nll = KERNEL_OPS(locals())
     return loss, divergence, nll

@@ -38,16 +38,15 @@ from llmk.ops.linear_loss.objectives.policy import (
     check_above_one,
 )
 from llmk.registry import (
-    LARGEST,
     BatchDependent,
     Sample,
     check_number,
     check_option,
     check_parameter,
+    check_positive,
     check_shape,
     public_op,
 )
-from llmk.registry.checks import TINY
 
 
 def outside_support(target: Tensor, support: Tensor, ignore_index: int, num_classes: int) -> Tensor:
@@ -293,7 +292,7 @@ def check_policy_options(options: PolicyOptions) -> None:
             check_number(name, getattr(options, name), 0.0, float("inf"), "a number of at least 0")
     for name in ("sapo_temperature_pos", "sapo_temperature_neg", "max_log_ratio"):
         if getattr(options, name) is not None:
-            check_number(name, getattr(options, name), TINY, LARGEST, "a finite positive number")
+            check_positive(name, getattr(options, name))
 
 
 def _check_call(call: PolicyCall) -> None:

@@ -32,17 +32,15 @@ from llmk.ops.linear_loss.objectives.preference import (
     check_label_smoothing,
 )
 from llmk.registry import (
-    LARGEST,
     BatchDependent,
     Sample,
     check_finite,
-    check_number,
     check_option,
     check_parameter,
+    check_positive,
     check_shape,
     public_op,
 )
-from llmk.registry.checks import TINY
 
 
 @one_rank
@@ -213,8 +211,8 @@ def fused_linear_preference(
     call = PreferenceCall.checked(locals())
     _check_loss(call)
     _check_tensors(call)
-    check_number("beta", beta, TINY, LARGEST, "a finite positive number")
-    check_number("discopop_tau", discopop_tau, TINY, LARGEST, "a finite positive number")
+    check_positive("beta", beta)
+    check_positive("discopop_tau", discopop_tau)
     check_label_smoothing(loss_type.split("+"), label_smoothing)
     check_finite("simpo_gamma", simpo_gamma)
     check_finite("f_divergence_coef", f_divergence_coef)

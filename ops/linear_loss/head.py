@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from llmk.registry import (
-    LARGEST,
     FromArguments,
     autocast_dtype,
     check_dtype,
     check_finite,
     check_number,
+    check_positive,
     check_same,
     check_shape,
     check_switch,
     foreign_kind,
 )
-from llmk.registry.checks import TINY
 from llmk.registry.eager.bypass import PLAIN_TENSORS
 
 DIFFERENTIABLE = ["input", "linear_weight", "linear_bias"]
@@ -73,7 +72,7 @@ class Head(FromArguments):
         if self.logits_dtype not in (None, torch.float32, head.input.dtype):
             expected = f"None, torch.float32 or {head.input.dtype} as input"
             raise TypeError(f"logits_dtype: expected {expected}, got {self.logits_dtype}")
-        check_temperature(self.temperature)
+        check_positive("temperature", self.temperature)
         check_finite("logit_scale", self.logit_scale)
         check_switch("softcap", self.softcap)
         check_chunk_size(self.chunk_size)
@@ -128,7 +127,3 @@ def check_linear(
 
 def check_chunk_size(chunk_size: int) -> None:
     check_number("chunk_size", chunk_size, 0, math.inf, "a number of tokens, or 0 to have it chosen")
-
-
-def check_temperature(temperature: float) -> None:
-    check_number("temperature", temperature, TINY, LARGEST, "a finite positive number")

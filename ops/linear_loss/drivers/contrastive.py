@@ -19,7 +19,7 @@ from llmk.ops.common.collectives import gather_from_ranks, sum_over_ranks
 from llmk.ops.common.sums import sum_to_scalar
 from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.chunked.plan import FREE_MEMORY, plan
-from llmk.ops.linear_loss.head import check_chunk_size, check_temperature
+from llmk.ops.linear_loss.head import check_chunk_size
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation, LossGradients, Products, Similarities
 from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.logits import Block, LogitRows, float16_scale, largest, scaled
@@ -32,6 +32,7 @@ from llmk.registry import (
     check_dtype,
     check_option,
     check_parameter,
+    check_positive,
     check_same,
     check_shape,
     empty,
@@ -83,7 +84,7 @@ class ContrastiveCall(FromArguments):
             check_same("scale", call.scale, "query", call.query)
             if tuple(call.scale.shape) not in ((), (1,)):
                 raise ValueError(f"scale: expected one number, shape () or (1,), got {tuple(call.scale.shape)}")
-        check_temperature(call.temperature)
+        check_positive("temperature", call.temperature)
         check_option("reduction", call.reduction, REDUCTIONS)
         check_chunk_size(call.chunk_size)
         if call.group_name:
