@@ -26,7 +26,6 @@ from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
 from llmk.ops.linear_loss.objectives.policy import PER_TOKEN, PolicyTerms
 from llmk.ops.linear_loss.vocab_parallel_linear_ce import vocab_parallel_linear_ce
 from llmk.registry import LARGEST, check_integer, check_not_negative, check_number, check_option, check_same, is_sharded
-from llmk.registry.checks import TINY
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,10 +105,6 @@ def check_per_sequence(
     check_same(name, value, "target", target)
 
 
-def check_positive(name: str, value: Any) -> None:
-    check_number(name, value, TINY, LARGEST, "a finite positive number")
-
-
 def check_between(name: str, value: Any, low: float, high: float) -> None:
     check_number(name, value, low, high, f"a number from {low:g} to {high:g}")
 
@@ -180,7 +175,7 @@ class Sequences:
         """Return the same with the lengths and numbers of all ranks."""
         if not ranks.tokens:
             return self
-        count = self._count(in_pairs=self.pair_order is not None)
+        count = self._count()
         if not isinstance(count, Tensor):
             count = torch.full((), count, dtype=torch.int64, device=self.mask.device)
         return replace(
@@ -222,34 +217,38 @@ class Sequences:
         """Sum over the ranks what each has of its own tokens."""
         return sum_over(self.ranks.tokens, loss)
 
-    def mean(self, values: Tensor, num_items: Tensor | float | None = None, in_pairs: bool = False) -> Tensor:
-        """Average over the sequences or pairs, 0 over none, or divide their sum by `num_items`."""
-        exists = self.exists(in_pairs)
+    @property
+    def group(self) -> int:
+        """The number of sequences that a value is of where there is one for each sequence or pair."""
+        return 1 if self.pair_order is None else 2
+
+    def mean(self, values: Tensor, num_items: Tensor | float | None = None) -> Tensor:
+        """Average over the sequences, or over the pairs in a batch of these, or divide their sum by `num_items`.
+
+        The mean over none is 0.
+        """
+        exists = self.exists()
         total = values.sum() if exists is None else torch.where(exists, values, 0.0).sum()
-        count = self.num_sequences(in_pairs) if num_items is None else num_items
+        count = self.num_groups() if num_items is None else num_items
         return sum_over(self.ranks.sequences, total) / denominator_of(count)
 
     def num_tokens(self) -> Tensor:
         return self.mask.sum() if self.shared_tokens is None else self.shared_tokens
 
-    def num_sequences(self, in_pairs: bool = False) -> Tensor | int:
-        """Return the number of sequences or pairs."""
-        return self._count(in_pairs) if self.shared_count is None else self.shared_count
+    def num_groups(self) -> Tensor | int:
+        """Return the number of sequences, or of pairs in a batch of these."""
+        return self._count() if self.shared_count is None else self.shared_count
 
-    def _count(self, in_pairs: bool) -> Tensor | int:
-        exists = self.exists(in_pairs)
-        if exists is None:
-            return self.slots // 2 if in_pairs else self.slots
-        return exists.sum()
+    def _count(self) -> Tensor | int:
+        exists = self.exists()
+        return self.slots // self.group if exists is None else exists.sum()
 
-    def exists(self, in_pairs: bool = False) -> Tensor | None:
-        """Return the mask of the sequences or pairs that exist, `[slots]` or `[slots / 2]`; None if all do."""
+    def exists(self) -> Tensor | None:
+        """Return the mask of the sequences, `[slots]`, or of the pairs that exist; None if all do."""
         if self.num_present is None:
             return None
-        slots, num_present = self.slots, self.num_present
-        if in_pairs:
-            slots, num_present = slots // 2, (num_present + 1) // 2
-        return torch.arange(slots, device=self.mask.device, dtype=torch.int64) < num_present
+        slots = torch.arange(0, self.slots, self.group, device=self.mask.device, dtype=torch.int64)
+        return slots < self.num_present  # the first of a pair
 
     def halves(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Split `[slots]` into chosen and rejected, of each pair one."""
@@ -429,14 +428,13 @@ class Batch:
         Tensors with a value for each sequence or token are `[B]` or `[B, S]`. Return the loss, a sum over groups on all
         ranks, log-probabilities and entropies.
         """
-        order = self.sequences.pair_order
-        group_size = 1 if order is None else 2
-        groups, by_halves = self.target.shape[0] // group_size, order == "halves"
+        group, by_halves = self.sequences.group, self.sequences.pair_order == "halves"
+        groups = self.target.shape[0] // group
 
         def to_groups(values: Tensor) -> Tensor:
             if by_halves:
-                return values.unflatten(0, (group_size, groups)).transpose(0, 1)
-            return values.unflatten(0, (groups, group_size))
+                return values.unflatten(0, (group, groups)).transpose(0, 1)
+            return values.unflatten(0, (groups, group))
 
         def from_groups(values: Tensor) -> Tensor:
             return (values.transpose(0, 1) if by_halves else values).flatten(0, 1)

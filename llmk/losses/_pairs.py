@@ -84,7 +84,7 @@ class PairItems(FromArguments):
     def pairs(self, sequences: Sequences) -> Tensor | float:
         """Return the number of pairs, or 1 for 0."""
         given = self.num_items_in_batch
-        return denominator_of(sequences.num_sequences(in_pairs=True) if given is None else given)
+        return denominator_of(sequences.num_groups() if given is None else given)
 
     def chosen_tokens(self, sequences: Sequences) -> Tensor | float:
         """Return the number of chosen tokens, or 1 for 0."""
@@ -127,4 +127,4 @@ def reward_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor, sequences: S
         "logps/chosen": chosen_logps,
         "logps/rejected": rejected_logps,
     }
-    return {name: sequences.mean(values, in_pairs=True) for name, values in metrics.items()}
+    return {name: sequences.mean(values) for name, values in metrics.items()}

@@ -36,7 +36,7 @@ def _sequence_denominator(sequences: Sequences, totals: Totals) -> Tensor | floa
     if totals.num_sequences_in_batch is not None:
         return denominator_of(totals.num_sequences_in_batch)
     if totals.count_empty_sequences:
-        return denominator_of(sequences.num_sequences())
+        return denominator_of(sequences.num_groups())
     return denominator_of(sum_over(sequences.ranks.sequences, (sequences.lengths > 0).sum()))
 
 

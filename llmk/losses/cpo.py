@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._batch import Batch, Sequences, VocabGroup, check_between, check_positive
+from llmk.losses._batch import Batch, Sequences, VocabGroup, check_between
 from llmk.losses._pairs import PairItems, chosen_nll, chosen_nll_weight, pair_weights, reward_metrics
 from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions, log_odds
-from llmk.registry import check_finite, check_option, from_arguments, with_arguments
+from llmk.registry import check_finite, check_option, check_positive, from_arguments, with_arguments
 
 
 @with_arguments
@@ -103,7 +103,7 @@ def _pairs_and_nll(
     token_logps, _ = batch.logprobs()
     rewards = _sequence_logps(token_logps, sequences, name)
     losses = LOSSES[name].value(options, *sequences.halves(rewards if reward is None else reward(rewards)))
-    mean = sequences.mean(losses, items.num_items_in_batch, in_pairs=True)
+    mean = sequences.mean(losses, items.num_items_in_batch)
     return sequences.checked(coef * mean + nll_coef * chosen_nll(token_logps, sequences, items)), token_logps
 
 
@@ -201,7 +201,7 @@ def orpo(
     metrics = {
         **reward_metrics(beta * chosen, beta * rejected, logps, sequences),
         "nll_loss": chosen_nll(token_logps.detach(), sequences, items),
-        "log_odds_ratio": sequences.mean(F.logsigmoid(odds), in_pairs=True),
-        "log_odds_chosen": sequences.mean(odds, in_pairs=True),
+        "log_odds_ratio": sequences.mean(F.logsigmoid(odds)),
+        "log_odds_chosen": sequences.mean(odds),
     }
     return loss, metrics

@@ -14,7 +14,6 @@ from llmk.losses._batch import (
     VocabGroup,
     check_between,
     check_list,
-    check_positive,
     mean_over_tokens,
 )
 from llmk.losses._pairs import (
@@ -36,7 +35,7 @@ from llmk.ops.linear_loss.objectives.preference import (
     LossOptions,
     check_label_smoothing,
 )
-from llmk.registry import FromArguments, check_finite, check_flag, check_option, with_arguments
+from llmk.registry import FromArguments, check_finite, check_flag, check_option, check_positive, with_arguments
 
 
 @with_arguments
@@ -209,7 +208,7 @@ def _loss(batch: Batch, ref_logps: Tensor, own: _Options) -> tuple[Tensor, Tenso
     for name, coef in own.types:
         num_items = None if name == "sft" else own.items.num_items_in_batch  # "sft" is a mean over tokens already
         losses = weights * pair_losses(name, pairs, own.of_pairs)
-        terms.append(coef * sequences.mean(losses, num_items, in_pairs=True))
+        terms.append(coef * sequences.mean(losses, num_items))
     return sequences.checked(torch.stack(terms).sum()), logps, entropy
 
 
@@ -268,5 +267,5 @@ def _pairs(nll: Tensor, logps: Tensor, ref_logps: Tensor, sequences: Sequences, 
     return Pairs(
         *(sequences.halves(each) for each in values),
         nll=share_with(sequences.ranks.sequences, nll),  # each pair has it in its loss, those of other ranks too
-        exists=sequences.exists(in_pairs=True),
+        exists=sequences.exists(),
     )

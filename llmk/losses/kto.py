@@ -12,14 +12,13 @@ from llmk.losses._batch import (
     VocabGroup,
     check_denominator,
     check_per_sequence,
-    check_positive,
     check_tensor,
     denominator_of,
     mean_over_tokens,
 )
 from llmk.losses._ranks import Groups, sum_over
 from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions
-from llmk.registry import check_finite, check_not_negative, check_option, check_same, with_arguments
+from llmk.registry import check_finite, check_not_negative, check_option, check_positive, check_same, with_arguments
 
 LABELS = (torch.bool, *INTEGERS, torch.int8, torch.uint8)
 
@@ -88,7 +87,7 @@ def kto(
     weights = torch.where(label, desirable_weight, undesirable_weight * ref_logps.new_ones(()))
     options = LossOptions(beta=beta)
     if batch.supports_groups:
-        denominator = denominator_of(sequences.num_sequences() if num_items_in_batch is None else num_items_in_batch)
+        denominator = denominator_of(sequences.num_groups() if num_items_in_batch is None else num_items_in_batch)
         loss, token_logps, entropy = batch.preference(
             sign * base,
             token_weight=sign.unsqueeze(1).expand(target.shape),
