@@ -116,7 +116,7 @@ def check_not_negative(name: str, value: float) -> None:
     check_number(name, value, 0.0, LARGEST, "a finite number of at least 0")
 
 
-def check_positive(name: str, value: float) -> None:
+def check_positive(name: str, value: Any) -> None:
     check_number(name, value, TINY, LARGEST, "a finite positive number")
 
 

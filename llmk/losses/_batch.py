@@ -92,16 +92,15 @@ def own_classes(linear_weight: Tensor, vocab_group: VocabGroup) -> dict[str, Any
 def check_per_sequence(
     name: str,
     value: Any,
-    count: int | None,
+    count: int,
     target: Tensor,
     dtypes: Sequence[torch.dtype] = NUMBERS,
     expected: str = "numbers",
 ) -> None:
-    """Check a tensor with one value for each sequence; a `count` of None is not known."""
+    """Check a tensor with one value for each of `count` sequences."""
     check_tensor(name, value, dtypes, expected)
-    if value.dim() != 1 or (count is not None and value.shape[0] != count):
-        shape = "[sequences]" if count is None else f"({count},)"
-        raise ValueError(f"{name}: expected shape {shape} (one for each sequence), got {tuple(value.shape)}")
+    if value.dim() != 1 or value.shape[0] != count:
+        raise ValueError(f"{name}: expected shape ({count},) (one for each sequence), got {tuple(value.shape)}")
     check_same(name, value, "target", target)
 
 
@@ -229,15 +228,15 @@ class Sequences:
         """
         exists = self.exists()
         total = values.sum() if exists is None else torch.where(exists, values, 0.0).sum()
-        count = self.num_groups() if num_items is None else num_items
-        return sum_over(self.ranks.sequences, total) / denominator_of(count)
+        return sum_over(self.ranks.sequences, total) / self.denominator(num_items)
 
     def num_tokens(self) -> Tensor:
         return self.mask.sum() if self.shared_tokens is None else self.shared_tokens
 
-    def num_groups(self) -> Tensor | int:
-        """Return the number of sequences, or of pairs in a batch of these."""
-        return self._count() if self.shared_count is None else self.shared_count
+    def denominator(self, num_items: Tensor | float | None = None) -> Tensor | float:
+        """Return `num_items`, or the number of sequences, or of pairs in a batch of these, or 1 for 0."""
+        own = self._count() if self.shared_count is None else self.shared_count
+        return denominator_of(own if num_items is None else num_items)
 
     def _count(self) -> Tensor | int:
         exists = self.exists()
@@ -347,18 +346,18 @@ class Batch:
     outside: dict[str, Tensor]  # the metric of the targets that are not in their supports, if there are these
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], counted_by: str = "num_sequences", in_pairs: bool = False) -> "Batch":
+    def of(cls, arguments: Mapping[str, Any], counted_by: str = "num_sequences") -> "Batch":
         """Check what the arguments of a function have in common with those of others, and return it.
 
         Args:
             arguments: The function's arguments by their names, of which it has those of this kind that it offers.
+                With a `pair_order` two sequences are a pair, a chosen and a rejected one.
             counted_by: The argument with one value for each sequence, whose length is the number of sequences.
-            in_pairs: Two sequences are a pair, a chosen and a rejected one.
         """
         ranks = make_ranks(arguments["group"], arguments.get("context_group"))
         count = resolve_num_sequences(arguments.get("num_sequences"), counted_by, arguments.get(counted_by))
         ids, support = arguments.get("sequence_ids"), arguments.get("support")
-        order = resolve_pair_order(arguments["pair_order"], ids) if in_pairs else None
+        order = resolve_pair_order(arguments["pair_order"], ids) if "pair_order" in arguments else None
         check_batch(*(arguments[name] for name in (*BATCH, "ignore_index")))
         own = own_classes(arguments["linear_weight"], arguments.get("vocab_group"))
         head, target, outside = Head.of(arguments, **own), arguments["target"], {}

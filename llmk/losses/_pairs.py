@@ -83,8 +83,7 @@ class PairItems(FromArguments):
 
     def pairs(self, sequences: Sequences) -> Tensor | float:
         """Return the number of pairs, or 1 for 0."""
-        given = self.num_items_in_batch
-        return denominator_of(sequences.num_groups() if given is None else given)
+        return sequences.denominator(self.num_items_in_batch)
 
     def chosen_tokens(self, sequences: Sequences) -> Tensor | float:
         """Return the number of chosen tokens, or 1 for 0."""

@@ -33,10 +33,8 @@ def token_denominator(num_items: Tensor | float | None, sequences: Sequences) ->
 
 def _sequence_denominator(sequences: Sequences, totals: Totals) -> Tensor | float:
     """Return the number of sequences, or of those with a token that counts, or 1 for 0."""
-    if totals.num_sequences_in_batch is not None:
-        return denominator_of(totals.num_sequences_in_batch)
-    if totals.count_empty_sequences:
-        return denominator_of(sequences.num_groups())
+    if totals.num_sequences_in_batch is not None or totals.count_empty_sequences:
+        return sequences.denominator(totals.num_sequences_in_batch)
     return denominator_of(sum_over(sequences.ranks.sequences, (sequences.lengths > 0).sum()))
 
 

@@ -66,7 +66,7 @@ def cpo(
     check_between("label_smoothing", label_smoothing, 0.0, 1.0)
     check_option("loss_type", loss_type, _TYPES)
     items = PairItems.of(arguments)
-    batch = Batch.of(arguments, in_pairs=True)
+    batch = Batch.of(arguments)
     options = from_arguments(LossOptions, arguments, simpo_gamma=simpo_gamma if loss_type == "simpo" else 0.0)
     name, sequences = "cpo" if loss_type == "sigmoid" else loss_type, batch.sequences
 
@@ -192,7 +192,7 @@ def orpo(
     """
     check_positive("beta", beta)
     items = PairItems.of(arguments)
-    batch = Batch.of(arguments, in_pairs=True)
+    batch = Batch.of(arguments)
     sequences = batch.sequences
     loss, token_logps = _pairs_and_nll(batch, "orpo", LossOptions(), items, (beta, 1.0))
     logps = sequences.token_means(token_logps.detach())

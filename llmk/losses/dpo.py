@@ -141,7 +141,7 @@ def dpo(
     if ld_alpha is not None:
         check_between("ld_alpha", ld_alpha, 0.0, 1.0)
     own = _Options.of(arguments, types=types)
-    batch = Batch.of(arguments, counted_by="ref_logps", in_pairs=True)
+    batch = Batch.of(arguments, counted_by="ref_logps")
     sequences = batch.sequences
     if sequences.ranks.sequences and sorts:
         raise ValueError("group: expected None with 'aot' and 'aot_unpaired', which sort the pairs of the batch")

@@ -13,7 +13,6 @@ from llmk.losses._batch import (
     check_denominator,
     check_per_sequence,
     check_tensor,
-    denominator_of,
     mean_over_tokens,
 )
 from llmk.losses._ranks import Groups, sum_over
@@ -87,11 +86,10 @@ def kto(
     weights = torch.where(label, desirable_weight, undesirable_weight * ref_logps.new_ones(()))
     options = LossOptions(beta=beta)
     if batch.supports_groups:
-        denominator = denominator_of(sequences.num_groups() if num_items_in_batch is None else num_items_in_batch)
         loss, token_logps, entropy = batch.preference(
             sign * base,
             token_weight=sign.unsqueeze(1).expand(target.shape),
-            group_weight=weights / denominator,
+            group_weight=weights / sequences.denominator(num_items_in_batch),
             loss_type="kto",
             **options._asdict(),
         )
