@@ -272,13 +272,11 @@ def fused_linear_policy(
     check_shape("target", target, call.tokens, meaning)
     for name in PER_TOKEN:
         check_parameter(name, getattr(call, name), call.tokens, meaning, "input", call.input)
-    if support is None:
-        loss, logprobs, entropy, *_ = forward(call)
-        return loss, logprobs, entropy
-    outside = outside_support(target, support, ignore_index, call.num_classes)
-    call = replace(call, target=target.long().masked_fill(outside, ignore_index))
+    outside = None if support is None else outside_support(target, support, ignore_index, call.num_classes)
+    if outside is not None:
+        call = replace(call, target=target.long().masked_fill(outside, ignore_index))
     loss, logprobs, entropy, *_ = forward(call)
-    return loss, logprobs.masked_fill(outside, float("-inf")), entropy
+    return loss, logprobs if outside is None else logprobs.masked_fill(outside, float("-inf")), entropy
 
 
 def check_policy_options(options: PolicyOptions) -> None:

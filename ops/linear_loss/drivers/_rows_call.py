@@ -78,11 +78,9 @@ class RowsCall(LinearCall):
         return cdiv(columns, ALIGNED) * ALIGNED
 
     def kept_matrix(self, kept: Tensor) -> Tensor | None:
-        """Return the exponentials `[N, V]` of a `kept_buffer`, None where it has none."""
-        columns, V = self.kept_columns, self.linear_weight.shape[0]
-        if kept.numel() < columns:
-            return None
-        return kept[: kept.numel() // columns * columns].view(-1, columns)[:, :V]
+        """Return the exponentials `[N, V]` in a `kept_buffer`, of these tokens or of more; None where it has none."""
+        N, columns, V = math.prod(self.tokens), self.kept_columns, self.linear_weight.shape[0]
+        return None if kept.numel() < columns else kept[: N * columns].view(N, columns)[:, :V]
 
 
 def gradients_of(

@@ -167,9 +167,7 @@ def _forward(impl: Implementation, full_call: CandidatesCall, keep: bool) -> tup
     """Return log-probabilities, entropies, the statistics `[S, ...]` of each token, and exponentials that are kept."""
     compacted, call = full_call.compacted(impl)
     kept = full_call.kept_buffer(keep and full_call.keeps_exponentials)
-    rows = call.rows(impl, compacted)
-    exponentials = full_call.kept_matrix(kept)
-    parts = first_pass(rows, None if exponentials is None else exponentials[: rows.x.shape[0]])
+    parts = first_pass(call.rows(impl, compacted), call.kept_matrix(kept))
     of_rows, tail = parts.logprobs, parts.tail
     if tail is not None:
         of_rows = torch.cat((of_rows, tail.unsqueeze(-1)), -1)
@@ -193,11 +191,8 @@ def _backward(
     grads = RowGradients(grad, None if entropy_grad is None else entropy_grad.reshape(-1), tail=tail)
     rows = call.rows(impl, compacted)
     gradients = gradients_of(rows, (need_dx, need_dw, need_db), call.recomputed_dtypes)
-    exponentials = full_call.kept_matrix(kept)
-    second_pass(
-        rows, compacted.gather_statistics(stats), lambda block, _: grads.of(block), gradients,
-        None if exponentials is None else exponentials[: rows.x.shape[0]],
-    )  # fmt: skip
+    stats = compacted.gather_statistics(stats)
+    second_pass(rows, stats, lambda block, _: grads.of(block), gradients, call.kept_matrix(kept))
     return gradients.results(full_call.input.shape)
 
 
