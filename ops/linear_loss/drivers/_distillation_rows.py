@@ -34,6 +34,8 @@ from llmk.registry import gradient_of
 class ClassLogprobs:
     """Some classes of a block's rows, and their log-probabilities in the student's softmax."""
 
+    z: Tensor  # [M, V], the rows' logits
+    transform: Transform
     classes: Classes
     stats: Tensor  # [2, M], the largest logits and the sums of exponentials, of all ranks
     logprobs: Tensor  # [M, K], 0 of a class that does not count
@@ -52,7 +54,7 @@ class ClassLogprobs:
         classes = Classes.located(ids, numbering, V, logits, first).of_ranks(call.shard, transform)
         m, s = merged_sums_cpu(*call.own_shard.gather(rank).unbind(1))
         logprobs = (classes.y - m.unsqueeze(-1)) - s.log().unsqueeze(-1)
-        return cls(classes, torch.stack((m, s)), logprobs.masked_fill(~classes.counts, 0.0))
+        return cls(z, transform, classes, torch.stack((m, s)), logprobs.masked_fill(~classes.counts, 0.0))
 
 
 @dataclass(frozen=True)
@@ -67,32 +69,20 @@ class Tails:
     logprobs: Tensor  # [teachers, M], of the others together
 
     @classmethod
-    def of(
-        cls, call: DistillationCall, topk: TopkTeachers, z: Tensor, ids: Tensor, logprobs: Tensor, stats: Tensor
-    ) -> "Tails":  # fmt: skip
-        """Compute them from the logits of a block.
-
-        Args:
-            call: What the softmax is of.
-            topk: The teachers.
-            z: The logits, `[M, V]`.
-            ids: The teachers' classes, `[M, K]`.
-            logprobs: The student's log-probabilities of these.
-            stats: The rows' largest logits and sums of exponentials.
-        """
-        transform = Transform(1.0, 1.0 / call.temperature, call.softcap)
-        (y, slope), (M, V) = transform(z.float()), z.shape
+    def of(cls, found: ClassLogprobs, sizes: list[int]) -> "Tails":
+        """Compute them from the classes of teachers, so many of each, and the student's log-probabilities of these."""
+        (y, slope), (M, V), ids = found.transform(found.z.float()), found.z.shape, found.classes.ids
         is_largest, sums = [], []
-        for each, of_each in zip(ids.split(topk.sizes, -1), logprobs.split(topk.sizes, -1), strict=True):
+        for each, of_each in zip(ids.split(sizes, -1), found.logprobs.split(sizes, -1), strict=True):
             sums.append(of_each.exp().masked_fill(each < 0, 0.0).sum(-1))
-            columns = each.long().masked_fill((each < 0) | (each >= V), V)  # a wrong id makes the loss NaN elsewhere
-            mask = torch.zeros((M, V + 1), dtype=torch.bool, device=z.device)
+            columns = each.masked_fill((each < 0) | (each >= V), V)  # a wrong id makes the loss NaN elsewhere
+            mask = torch.zeros((M, V + 1), dtype=torch.bool, device=y.device)
             is_largest.append(mask.scatter_(1, columns, True)[:, :V])
         logsumexps = torch.stack([y.masked_fill(mask, float("-inf")).logsumexp(-1) for mask in is_largest])
-        (m, total), p = stats.unbind(), torch.stack(sums)
+        (m, total), p = found.stats.unbind(), torch.stack(sums)
         # Neither a difference of numbers near each other.
         of_others = torch.where(p < 0.5, (-p).log1p(), (logsumexps - m) - total.log())
-        return cls(y, transform.factor if slope is None else slope, is_largest, logsumexps, p, of_others)
+        return cls(y, found.transform.factor if slope is None else slope, is_largest, logsumexps, p, of_others)
 
     def add_gradients(self, grads: Tensor, out: Tensor) -> None:
         """Add the gradients of the logits, given those of the tails' log-probabilities, to `out [M, V]`."""
@@ -190,29 +180,27 @@ class DivergenceRows:
         self, topk: TopkTeachers, z: Tensor, block: slice, rank: Tensor, loss_grads: Tensor, out: Tensor | None
     ) -> Tensor:
         """Return the divergences from top-k teachers, and write the gradient of all to `out`, given that of each."""
-        ids, transform = topk.ids[block], self._transform(self.call.temperature)
-        found = ClassLogprobs.of(self.call, z, rank, ids, transform, NOT_IGNORED)
-        logprobs = found.logprobs
-        tails = Tails.of(self.call, topk, z, ids, logprobs, found.stats) if topk.add_tail else None
-        given = [logprobs] if tails is None else [logprobs, tails.logprobs]
+        transform = self._transform(self.call.temperature)
+        found = ClassLogprobs.of(self.call, z, rank, topk.ids[block], transform, NOT_IGNORED)
+        tails = Tails.of(found, topk.sizes) if topk.add_tail else None
+        given = [found.logprobs] if tails is None else [found.logprobs, tails.logprobs]
         if out is not None:
             _, grads = gradient_of(lambda *given: (topk.losses(block, *given) * loss_grads).sum(), *given)
             assert grads[0] is not None
-            self._add_gradient(found, grads[0], z, block, out, transform, topk.sizes)
+            self._add_gradient(found, grads[0], block, out, topk.sizes)
             if tails is not None:
                 assert grads[1] is not None
                 tails.add_gradients(grads[1], out[:, :-1])
         return topk.losses(block, *given)
 
     def _add_gradient(
-        self, found: ClassLogprobs, grads: Tensor, z: Tensor, block: slice, out: Tensor, transform: Transform,
-        sizes: list[int] | None = None,
-    ) -> None:  # fmt: skip
+        self, found: ClassLogprobs, grads: Tensor, block: slice, out: Tensor, sizes: list[int] | None = None
+    ) -> None:
         """Write the gradient of logits to `out [M, V + 1]`, given that of log-probabilities, or add it.
 
         With `sizes` it is written, and no class is twice among so many; without, each row has one class.
         """
-        V, classes = z.shape[1], found.classes
+        z, transform, classes, V = found.z, found.transform, found.classes, found.z.shape[1]
         grads = grads.masked_fill(~classes.counts, 0.0)
         self.impl.divergence.softmax_gradient(
             z, self.counts[block], -grads.sum(-1), found.stats, out[:, :V], transform, sizes is None
@@ -242,22 +230,20 @@ class DivergenceRows:
 
     def _add_cross_entropy(self, z: Tensor, block: slice, ce: CrossEntropyTerm, out: Tensor) -> None:
         """Add the gradient of the cross entropy to that of a block no teacher of which writes all columns."""
-        transform = self._transform(1.0)
-        found = self._labels(z, block, transform)
-        self._add_gradient(found, -ce.grad.unsqueeze(-1), z, block, out, transform)
+        self._add_gradient(self._labels(z, block), -ce.grad.unsqueeze(-1), block, out)
 
     def _cross_entropy_term(self, z: Tensor, block: slice, grads: Tensor) -> tuple[Tensor, CrossEntropyTerm]:
         """Return the labels' log-probabilities at temperature 1, and the term of the logits' gradient."""
-        found = self._labels(z, block, self._transform(1.0))
+        found = self._labels(z, block)
         target = found.classes.ids.reshape(-1).contiguous()  # labels may be strided
         return found.logprobs.view(-1), CrossEntropyTerm(target, self.call.first_class, grads[block], found.stats)
 
-    def _labels(self, z: Tensor, block: slice, transform: Transform) -> ClassLogprobs:
+    def _labels(self, z: Tensor, block: slice) -> ClassLogprobs:
         assert self.call.labels is not None
         target = self.call.labels.reshape(-1, 1)[block]
         check_classes(self.impl, target, self.call)
         rank = self.impl.divergence.statistics(z, self.counts[block], 1.0, self.call.softcap)
-        return ClassLogprobs.of(self.call, z, rank, target, transform, self.call.ignore_index)
+        return ClassLogprobs.of(self.call, z, rank, target, self._transform(1.0), self.call.ignore_index)
 
     def _transform(self, temperature: float) -> Transform:
         return Transform(1.0, 1.0 / temperature, self.call.softcap)
