@@ -165,14 +165,19 @@ def differences(
         of_inputs = dict(zip(wanted, (gradient.full_tensor() for gradient in gradients), strict=True))
         return Outcome(tensors, [y.full_tensor() for y in found], of_inputs)
 
+    place = f"{op.name}, {sample.why}, {way}"
     with contextlib.nullcontext() if communicates is None else CommDebugMode() as counter:
-        parts = called(function)
+        try:
+            parts = called(function)
+        except Exception as error:
+            error.add_note(place)
+            raise
     wrong = [] if counter is None else _count(counter, bool(communicates))
     try:
         require_accurate(op, sample, whole(*parts), compositions=lambda: [whole(*called(op.reference))])
     except BrokenPromise as broken:
         wrong.append(str(broken))
-    return [f"{op.name}, {sample.why}, {way}: {line}" for line in wrong]
+    return [f"{place}: {line}" for line in wrong]
 
 
 def _as_tuple(outputs: Any) -> tuple[Any, ...]:
