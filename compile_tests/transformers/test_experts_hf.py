@@ -153,6 +153,58 @@ def test_experts_that_do_more_are_left(change: type[nn.Module]) -> None:
     assert len(report.left) == 2, report
 
 
+class OtherInEvaluation(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x) if self.training else nn.functional.gelu(x)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(1)
+        return nn.functional.silu(x)
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
+
+
+def counting() -> nn.Module:
+    return nn.Sequential(Counting())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("activation", [OtherInEvaluation, dropping, counting])
+def test_an_activation_that_is_more_than_a_function(activation: Any, training: bool) -> None:
+    """It computes what it did, in training and in evaluation, whichever the model is in when it is patched."""
+    original = small_model("Qwen3Moe", use_cache=False).train(training)
+    for experts in experts_of(original):
+        experts.act_fn = activation().train(training)
+    model, ids = copy.deepcopy(original), tokens(2, 9)
+    patch(model)
+    assert not any(module.calls for module in model.modules() if isinstance(module, Counting))  # the trials' are not
+    for mode in (True, False):
+        outputs = []
+        for m in (model, original):
+            torch.manual_seed(0)
+            outputs.append(m.train(mode)(input_ids=ids).logits)
+        torch.testing.assert_close(*outputs)
+    pairs = zip(model.modules(), original.modules(), strict=True)
+    assert all(a.calls == b.calls for a, b in pairs if isinstance(b, Counting))
+
+
+def test_hooks_on_an_activation_see_nothing_of_a_trial() -> None:
+    model, seen = small_model("Qwen3Moe"), []
+    for experts in experts_of(model):
+        experts.act_fn.register_forward_hook(lambda *_: seen.append("forward"))
+        experts.act_fn.register_full_backward_hook(lambda *_: seen.append("backward"))
+    patch(model)
+    assert not seen
+
+
 def test_experts_that_only_look_changed_are_adopted() -> None:
     assert patch(with_experts(Changed)).replaced["experts"] == 2
 

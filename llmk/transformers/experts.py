@@ -19,6 +19,7 @@ from llmk import functional
 from llmk.apart import apart_from_caller
 from llmk.nn import expert_parallel_moe
 from llmk.registry import is_sharded
+from llmk.transformers.guards import has_parts
 from llmk.transformers.probe import agree, apart, gradients, rows_of_all_scales, same
 
 NAME = "llmk"
@@ -141,9 +142,12 @@ _known: "WeakKeyDictionary[nn.Module, tuple[Any, GateForm | None]]" = WeakKeyDic
 @torch.compiler.assume_constant_result
 def gate_form(experts: Any) -> GateForm | None:
     """Return `moe_experts`' options for the module's gate; None where it has none. A graph takes it as it is."""
+    act = getattr(experts, "act_fn", None)
     if not experts.has_gate or getattr(experts, "has_post_expert_norm", False):
         return None
-    state = (type(experts), getattr(experts, "act_fn", None), *_numbers(experts))
+    if isinstance(act, nn.Module) and has_parts(act):
+        return None
+    state = (type(experts), act, *_numbers(experts))
     if experts not in _known or _known[experts][0] != state:
         _known[experts] = state, apart_from_caller(_find_form, experts)
     return _known[experts][1]

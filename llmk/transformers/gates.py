@@ -14,9 +14,16 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.registry.private.modules import buffers_of, children_of, parameters_of
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.guards import Called, called_of, has_own_forward, is_plain_linear, no_longer, recomputes
+from llmk.transformers.guards import (
+    Called,
+    called_of,
+    has_own_forward,
+    has_parts,
+    is_plain_linear,
+    no_longer,
+    recomputes,
+)
 from llmk.transformers.probe import Differs, agree, apart, gradients, identity, rows_of_all_scales, run, same
 from llmk.transformers.rewrite import Edit, Source, is_in_place, load, method_called
 
@@ -129,7 +136,7 @@ class GateFinder:
 def _form(act: Any) -> str:
     """Return the one of FORMS that a function or a module without parameters computes."""
     if isinstance(act, nn.Module):
-        if parameters_of(act) or buffers_of(act) or children_of(act) or has_own_forward(act):
+        if has_parts(act) or has_own_forward(act):
             raise Differs("has parts of its own")
         calls = [functools.partial(type(act).forward, apart(act, {}, training)) for training in (True, False)]
     else:

@@ -263,7 +263,7 @@ def called_of(value: Any, args: Collection[Any] = ()) -> Called:
             the same is taken; without them it stands for itself alone.
 
     Raises:
-        Differs: It keeps something for later, or reads what may change unseen.
+        Differs: It keeps something for later, reads what may change unseen, or has parts, which may do so.
     """
     if isinstance(value, functools.partial):
         return Called(functools.partial, _facts_of_partial("self", value))
@@ -274,11 +274,17 @@ def called_of(value: Any, args: Collection[Any] = ()) -> Called:
     unhooked = Fact("is_hooked(self)", False)
     if not args:
         return Called(value, (unhooked,))
+    if has_parts(value):
+        raise Differs(f"{type(value).__name__} has parts of its own")
     forward = type(value).forward
     facts = dict.fromkeys([Fact("kind(self).forward", forward), unhooked])
     for training in (True, False):
         facts |= dict.fromkeys(reads_of(forward, apart(value, {}, training), args))
     return Called(type(value), tuple(facts))
+
+
+def has_parts(module: nn.Module) -> bool:
+    return bool(parameters_of(module) or buffers_of(module) or children_of(module))
 
 
 def no_longer(self: nn.Module, name: str, called: Called, now: Any) -> None:

@@ -158,7 +158,7 @@ def _twin(module: nn.Module, training: bool) -> nn.Module:
     """A module of the same class and attributes, with random parameters and its projections replaced."""
     parameters = {name: None if p is None else _random(p) for name, p in parameters_of(module).items()}
     twin = apart(module, parameters, training)
-    vars(twin)["_modules"] = without_parameters(children_of(module))
+    vars(twin)["_modules"] = without_parameters(children_of(twin))
     return twin
 
 

@@ -136,7 +136,7 @@ def _twin(module: Any, training: bool) -> Any:
     E, randn = module.down_proj.shape[0], randoms(2)
     small = {name: (randn(E, *shape) / H**0.5).requires_grad_() for name, shape in shapes.items()}
     twin = apart(module, {**dict.fromkeys(own), **small}, training)
-    vars(twin)["_modules"] = without_parameters(children_of(module))
+    vars(twin)["_modules"] = without_parameters(children_of(twin))
     return twin
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmk.registry.private.modules import buffers_of, children_of, parameters_of
+from llmk.registry.private.modules import buffers_of, children_of, parameters_of, without_hooks
 from llmk.registry.private.operators import schema_of
 from llmk.registry.private.tensors import DispatchMode
 
@@ -111,15 +111,27 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def apart(module: nn.Module, parameters: Mapping[str, Tensor | None], training: bool = True) -> Any:
-    """A module of the same class and attributes, with other parameters: what its `forward` sets stays with it."""
+    """A module of the same class and attributes, with other parameters: what its `forward` sets stays with it.
+
+    So it is with its children that have no parameters, in training and in evaluation, and hooks see none of it.
+    """
     twin = object.__new__(type(module))
     plain = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in vars(module).items()}
     buffers = {
         k: None if b is None else b.detach().float().cpu().clone() if b.is_floating_point() else b.clone()
         for k, b in buffers_of(module).items()
     }
-    vars(twin).update(plain, _parameters=dict(parameters), _buffers=buffers, training=training)
+    children = {
+        k: c if c is None or _is_elsewhere(c) else apart(c, {}, training) for k, c in children_of(module).items()
+    }
+    own = {"_parameters": dict(parameters), "_buffers": buffers, "_modules": children, "training": training}
+    vars(twin).update(plain | own | without_hooks())
     return twin
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    """Return True if what a module needs is given otherwise, or is not there."""
+    return any(True for _ in module.parameters()) or any(b.is_meta for b in module.buffers())
 
 
 class Scaled(nn.Module):

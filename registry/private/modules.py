@@ -1,5 +1,6 @@
 """The attributes and hooks that a module has of its own."""
 
+from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +39,11 @@ def has_hooks(module: nn.Module) -> bool:
         return bool(own or module._backward_hooks or module._backward_pre_hooks)
     except AttributeError:
         return True
+
+
+def without_hooks() -> dict[str, Any]:
+    """The attributes of a module that no hook is registered on."""
+    return {kind: OrderedDict() for kind in _KINDS}
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
