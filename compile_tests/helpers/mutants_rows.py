@@ -30,8 +30,8 @@ def sound(rows: int, chunk: int, trains: bool) -> int:
 
 
 def widens_with_few_rows(rows: int, chunk: int, trains: bool) -> int:
-    """Return a tile of a fixed area, which is wider where it has fewer rows."""
-    return 1024 >> min(6, (rows - 1).bit_length())
+    """Return a tile of a fixed area, which is wider where it has fewer rows, up to four."""
+    return 1024 >> min(2, (rows - 1).bit_length())
 
 
 def splits_chunks(rows: int, chunk: int, trains: bool) -> int:
@@ -39,7 +39,7 @@ def splits_chunks(rows: int, chunk: int, trains: bool) -> int:
 
 
 def other_where_it_trains(rows: int, chunk: int, trains: bool) -> int:
-    return 256 if trains else 16
+    return 256 if trains else 64
 
 
 BROKEN_ROWS: dict[Block, str] = {

@@ -300,7 +300,7 @@ def test_double_precision_and_spills_are_seen() -> None:
     registers, spilled = aot.resource_usage(compiled)
     assert 0 < registers <= 255
     assert spilled == 0
-    options = {"NEGATE": False, "BLOCK_N": 8192, "num_warps": 1, "maxnreg": 24}
+    options = {"NEGATE": False, "BLOCK_N": 2048, "num_warps": 1, "maxnreg": 24}
     few = Launch(_record().kernel, (1,), (x, scalar, x, 64), options)
     assert aot.resource_usage(_compile(few, "sm_90"))[1] > 0
 
