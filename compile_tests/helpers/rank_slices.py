@@ -6,6 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmk.opcheck.calls import require_accurate
+from llmk.opcheck.inputs import Outcome
+from llmk.registry import Op, Sample
+
 
 class OwnRows(torch.autograd.Function):
     """The rows of one rank; the gradient of all rows, on every rank."""
@@ -36,3 +40,13 @@ def bounds(slicing: str, rank: int, world: int, V: int) -> tuple[int, int]:
         return 0, most
     first = V if rank == 0 else min(V, most + rank - 1)
     return first, min(V, first + 1)
+
+
+def require_accurate_on_ranks(op: Op, sample: Sample, outcome: Outcome) -> None:
+    """Require the accuracy rule of the first rank's results and gradients, and the same bits of the others'."""
+    found = torch.cat([x.detach().flatten().double() for x in outcome.results() if x is not None]).nan_to_num()
+    everywhere = [torch.empty_like(found) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, found)
+    assert all(torch.equal(found, other) for other in everywhere)
+    if dist.get_rank() == 0:
+        require_accurate(op, sample, outcome)

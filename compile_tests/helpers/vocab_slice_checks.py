@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Shard
 from compile_tests.helpers import loss_ops
 from compile_tests.helpers.loss_references import batch
 from compile_tests.helpers.rank_processes import here
-from compile_tests.helpers.rank_slices import OwnRows, bounds
+from compile_tests.helpers.rank_slices import OwnRows, bounds, require_accurate_on_ranks
 from llmk import functional, losses
 from llmk.functional import VocabSlice, linear_logprobs, vocab_slice
-from llmk.opcheck.calls import call, require_accurate
+from llmk.opcheck.calls import call
 from llmk.registry import OPS, Op, Sample
 
 OPERATORS = (
@@ -76,7 +76,9 @@ def operator(name: str, dtype: torch.dtype, slicing: str, step: int = 1) -> None
     """The calls of every `step`th sample."""
     op = OPS[name]
     for sample in small(iter(op.samples(here(), dtype)))[::step]:
-        require_accurate(op, sample, call(op, sample, fn=in_slices(op, op.overload, slicing, lambda own: {**own})))
+        require_accurate_on_ranks(
+            op, sample, call(op, sample, fn=in_slices(op, op.overload, slicing, lambda own: {**own}))
+        )
 
 
 def groups_with_skipped_tokens(slicing: str) -> None:
@@ -98,7 +100,9 @@ def groups_with_skipped_tokens(slicing: str) -> None:
         assert any(each.kwargs.get("chunk_size") for each in skipping)
         for sample in skipping:
             for each in (op.overload, unaligned(name)):
-                require_accurate(op, sample, call(op, sample, fn=in_slices(op, each, slicing, lambda own: {**own})))
+                require_accurate_on_ranks(
+                    op, sample, call(op, sample, fn=in_slices(op, each, slicing, lambda own: {**own}))
+                )
 
 
 def loss_calls(V: int) -> Iterator[tuple[Op, Sample]]:
@@ -148,7 +152,7 @@ def every_loss(slicing: str, step: int = 1) -> None:
             fn = in_slices(op, op.overload, "shards", lambda own: {"vocab_group": group()})
         else:
             fn = in_slices(op, op.overload, slicing, lambda own: {"vocab_group": own})
-        require_accurate(op, sample, call(op, sample, fn=fn))
+        require_accurate_on_ranks(op, sample, call(op, sample, fn=fn))
 
 
 def every_operator(x: Tensor, own: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from compile_tests.helpers import vocab_slice_checks as slices
 from compile_tests.helpers.rank_processes import errors_of_ranks
-from compile_tests.helpers.rank_slices import OwnRows, bounds
+from compile_tests.helpers.rank_slices import OwnRows, bounds, require_accurate_on_ranks
 from llmk.functional import fused_linear_ce, vocab_parallel_linear_ce
-from llmk.opcheck.calls import call, require_accurate
+from llmk.opcheck.calls import call
 from llmk.ops.linear_loss.chunked._dtensors import vocab_mesh_dim
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
@@ -83,7 +83,7 @@ def own_samples(dtype: torch.dtype) -> list[Sample]:
 def samples(rank: int, world: int, slicing: str, dtype: torch.dtype) -> None:
     op = OPS["vocab_parallel_linear_ce"]
     for sample in [*own_samples(dtype), *edges(dtype)]:
-        require_accurate(op, sample, call(op, sample, fn=parallel(rank, world, slicing)))
+        require_accurate_on_ranks(op, sample, call(op, sample, fn=parallel(rank, world, slicing)))
 
 
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -104,7 +104,7 @@ def ranks_that_cannot_skip_tokens(rank: int, world: int) -> None:
     skipping = [sample for sample in own_samples(dtype) if sample.kwargs.get("skip_ignored", True)]
     assert skipping
     for sample in skipping:
-        require_accurate(op, sample, call(op, sample, fn=parallel(rank, world, "shards", unaligned)))
+        require_accurate_on_ranks(op, sample, call(op, sample, fn=parallel(rank, world, "shards", unaligned)))
 
 
 case(ranks_that_cannot_skip_tokens)
@@ -115,7 +115,7 @@ def one_gradient_alone(rank: int, world: int) -> None:
     for wanted in (["input"], ["linear_weight"]):
         for reduction in ("mean", "none"):
             chosen = Sample(sample.args, {**sample.kwargs, "reduction": reduction}, "one gradient")
-            require_accurate(OP, chosen, call(OP, chosen, wanted, fn=parallel(rank, world, "shards")))
+            require_accurate_on_ranks(OP, chosen, call(OP, chosen, wanted, fn=parallel(rank, world, "shards")))
 
 
 def compiled(rank: int, world: int, backend: str) -> None:
@@ -249,14 +249,14 @@ def sharded_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 def dtensors(rank: int, world: int, placement: Placement | None, dtype: torch.dtype, two: bool = False) -> None:
     for sample in sharded_samples(dtype):
-        require_accurate(OP, sample, call(OP, sample, fn=on_mesh(world, placement, two=two)))
+        require_accurate_on_ranks(OP, sample, call(OP, sample, fn=on_mesh(world, placement, two=two)))
 
 
 def compiled_dtensors(rank: int, world: int, placement: Placement | None, backend: str) -> None:
     for sample in list(sharded_samples(torch.float32))[1:3]:
         torch._dynamo.reset()
         fn = torch.compile(fused_linear_ce, fullgraph=True, backend=backend)
-        require_accurate(OP, sample, call(OP, sample, fn=on_mesh(world, placement, fn)))
+        require_accurate_on_ranks(OP, sample, call(OP, sample, fn=on_mesh(world, placement, fn)))
 
 
 def of_one_operator(rank: int, world: int, name: str, placement: Placement | None) -> None:
@@ -279,7 +279,7 @@ def of_one_operator(rank: int, world: int, name: str, placement: Placement | Non
 
     for sample in op.samples(HERE, torch.float32):
         if sample.args[0].dim() > 1 and len(sample.args[1]) in range(2, 100):
-            require_accurate(op, sample, call(op, sample, fn=fn))
+            require_accurate_on_ranks(op, sample, call(op, sample, fn=fn))
 
 
 def on_every_rank(rank: int, world: int, check: Callable[..., None], *args: Any) -> None:
