@@ -30,11 +30,11 @@ from llmk.registry import (
     FromArguments,
     autocast_dtype,
     check_dtype,
+    check_like,
     check_option,
     check_parameter,
     check_positive,
     check_same,
-    check_shape,
     empty,
     no_gradient,
     or_no_gradient,
@@ -164,8 +164,7 @@ def _check_embeddings(query: Tensor, key: Tensor, negatives: Tensor | None) -> N
     check_dtype("query", query)
     if query.dim() != 2 or query.shape[1] == 0:
         raise ValueError(f"query: expected shape [N, H] with H at least 1, got {tuple(query.shape)}")
-    check_shape("key", key, query.shape, "the shape of query")
-    check_same("key", key, "query", query, dtype=True)
+    check_like("key", key, "query", query)
     if negatives is not None:
         if negatives.dim() != 2 or negatives.shape[1] != query.shape[1]:
             expected = f"[K, {query.shape[1]}] to fit query"
