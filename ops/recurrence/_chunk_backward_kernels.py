@@ -57,25 +57,27 @@ def chunk_states_backward_kernel(
     undecayed = tl.full((C,), 1.0, dtype=tl.float32)  # queries and keys have d and e of their channels in them
     dstate = _load(dfinal_ptr + row * K * V, keys, cols, K, V, V)
     rest = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
+    last = tl.cast(N - 1, tl.int64)
+    next_beta = undecayed if beta_ptr is None else _load_tokens(beta_ptr + b * T * H + h, last * C + t, T, H)
+    next_d = undecayed if start_ptr is None else tl.load(start_ptr + (row * N + last) * C + t)
+    next_whole = 1.0 if start_ptr is None else tl.load(start_ptr + (row * N + last) * C + C - 1)
     for step in range(0, N):
         chunk = tl.cast(N - 1 - step, tl.int64)
-        rows, matrix = chunk * C + t, (row * N + chunk) * C * C
+        rows, matrix, following = chunk * C + t, (row * N + chunk) * C * C, tl.maximum(chunk - 1, 0)
+        # It comes while the first products are made.
+        state = _load(states_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V)
+        if rests_ptr is not None:
+            state_rest = _load(rests_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V)
+        beta, d, whole = next_beta, next_d, next_whole
+        if beta_ptr is not None:
+            next_beta = _load_tokens(beta_ptr + b * T * H + h, following * C + t, T, H)
+        if whole_ptr is not None:
+            whole = _column(whole_ptr + (row * N + chunk) * K, keys, K)
+        else:
+            next_d = tl.load(start_ptr + (row * N + following) * C + t)
+            next_whole = tl.load(start_ptr + (row * N + following) * C + C - 1)
         stored_ptr = dstates_ptr + (row * N + chunk) * K * V
         _store(stored_ptr, dstate, keys, cols, K, V, V)
-        state = _load(states_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V).to(tl.float32)
-        if rests_ptr is not None:
-            state = _with_rest(state, _load(rests_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V))
-        dwhole_ptrs = dwhole_ptr + ((row * N + chunk) * blocks + block) * K + keys
-        tl.store(dwhole_ptrs, tl.sum(state * dstate, axis=1), mask=keys < K)
-        tokens = (row * N + chunk) * C
-        if whole_ptr is not None:
-            d, e, whole = undecayed, undecayed, _column(whole_ptr + (row * N + chunk) * K, keys, K)
-        else:
-            d, e, whole = (
-                tl.load(start_ptr + tokens + t),
-                tl.load(end_ptr + tokens + t),
-                tl.load(start_ptr + tokens + C - 1),
-            )
         do = _load(do_ptr + values, rows, cols, T, V, H * V)
         k = _load(k_ptr, rows, keys, T, K, HK * K)
         if ends_ptr is not None:
@@ -83,26 +85,30 @@ def chunk_states_backward_kernel(
             dr = _times_state(ends, ends_ptr, dstate, stored_ptr, rows, cols, T, K, V, HK * K, PART)
         else:
             dr = _times_state(k, k_ptr, dstate, stored_ptr, rows, cols, T, K, V, HK * K, PART)
-        dr *= e[:, None]
+            dr *= tl.load(end_ptr + (row * N + chunk) * C + t)[:, None]
         dr = _plus_product(dr, _load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
+        wide = state.to(tl.float32)
+        if rests_ptr is not None:
+            wide = _with_rest(wide, state_rest)
+        dwhole_ptrs = dwhole_ptr + ((row * N + chunk) * blocks + block) * K + keys
+        tl.store(dwhole_ptrs, tl.sum(wide * dstate, axis=1), mask=keys < K)
         qt = _load_transposed(q_ptr, rows, keys, T, K, HK * K)
         decayed_do = ((scale * d)[:, None] * do).to(k_ptr.dtype.element_ty)
         dstate, rest = _next_state(dstate, rest, whole, qt, decayed_do)
         if beta_ptr is not None:
-            beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
             inverse_t = _load_transposed(inverse_ptr + matrix, t, t, C, C, C)
             dr = _product(inverse_t, dr.to(k_ptr.dtype.element_ty))
             _store(dr_ptr + values, dr, rows, cols, T, V, H * V)
+            dr *= beta[:, None]
             if ends_ptr is not None:
                 kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
             else:
                 kt = _transposed(k, k_ptr, rows, keys, T, K, HK * K, PART)
-            through_r = _product(kt, ((beta * d)[:, None] * dr).to(k_ptr.dtype.element_ty))
+            through_r = _product(kt, (d[:, None] * dr).to(k_ptr.dtype.element_ty))
             if k_ptr.dtype.element_ty == tl.float32:
                 dstate, rest = _sum_and_rest(dstate, rest - through_r)
             else:
                 dstate -= through_r
-            dr *= beta[:, None]
         _store(dv_ptr + values, dr, rows, cols, T, V, H * V)
     if dinitial_ptr is not None:
         _store(dinitial_ptr + row * K * V, dstate, keys, cols, K, V, V)

@@ -325,6 +325,13 @@ def chunk_states_kernel(
     for step in range(0, N):
         chunk = tl.cast(step, tl.int64)
         rows, matrix = chunk * C + t, (row * N + chunk) * C * C
+        # What no product loads ahead is on its way while the first product is made.
+        if beta_ptr is not None:
+            beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
+        if whole_ptr is not None:
+            whole = _column(whole_ptr + (row * N + chunk) * K, keys, K)
+        else:
+            whole = tl.load(start_ptr + (row * N + chunk) * C + C - 1)
         stored_ptr = None
         if rests_ptr is not None:
             left = _rest(state, states_ptr.dtype.element_ty, rests_ptr.dtype.element_ty)
@@ -336,7 +343,6 @@ def chunk_states_kernel(
         k, u = _load(k_ptr, rows, keys, T, K, HK * K), _load(v_ptr + values, rows, cols, T, V, H * V)
         d, wide = undecayed if whole_ptr is not None else tl.load(start_ptr + tokens), u.to(tl.float32)
         if beta_ptr is not None:
-            beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
             predicted = _times_state(k, k_ptr, state, stored_ptr, rows, cols, T, K, V, HK * K, PART)
             r = beta[:, None] * (wide - d[:, None] * predicted)
             inverse = _load(inverse_ptr + matrix, t, t, C, C, C)
@@ -350,10 +356,7 @@ def chunk_states_kernel(
             out *= (tl.cast(scale, tl.float32) * d)[:, None]
             out = _plus_product(out, _load(scores_ptr + matrix, t, t, C, C, C), u)
             _store(out_ptr + values, out, rows, cols, T, V, H * V)
-        if whole_ptr is not None:
-            e, whole = undecayed, _column(whole_ptr + (row * N + chunk) * K, keys, K)
-        else:
-            e, whole = tl.load(end_ptr + tokens), tl.load(start_ptr + (row * N + chunk) * C + C - 1)
+        e = undecayed if whole_ptr is not None else tl.load(end_ptr + tokens)
         if ends_ptr is not None:
             kt = _load_transposed(ends_ptr, rows, keys, T, K, HK * K)
         else:
