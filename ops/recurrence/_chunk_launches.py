@@ -270,18 +270,19 @@ def _state_tile(x: Inputs, *, outputs: bool = False, rests: bool = False, backwa
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
     most, warps, room = 64, 4, _stages(x, 3)
     stages = max(1, room - 1) if outputs or x.per_channel else room  # outputs and channels have operands besides
-    if backward and x.beta is None:
-        is_wide = x.rows * cdiv(x.v.shape[-1], most) >= num_programs(x.q.device, 1)  # so many fill the device
-        most, stages = most if is_wide else 32, _stages(x)
-    elif backward:  # more in registers; of channels, in shared memory too, which two steps fill
-        most, stages = 32, 1 if x.per_channel else _stages(x)
-    elif rests and x.per_channel and x.beta is not None and room > 2:
-        warps = 8
+    if backward and x.beta is None and not x.per_channel:
+        warps, stages = 8 if x.v.shape[-1] > 32 else 4, _stages(x)  # with 4 warps 64 columns spill
+    elif backward:  # more in registers; with a correction by channels, in shared memory too, which two steps fill
+        most, stages = 32, 1 if x.per_channel and x.beta is not None else _stages(x)
+    elif x.per_channel and x.beta is not None:
+        most = 32
     elif rests:
         is_wide = x.beta is not None and not x.per_channel and x.q.dtype == torch.bfloat16  # float16 has longer rests
         most, stages = (64, _stages(x)) if is_wide else (32, room)
     elif outputs and x.beta is not None:  # 64 columns spill
         most = 32
+    elif outputs and x.per_channel and block_k <= 64:  # three steps leave room for two programs
+        most, stages = 32, room
     elif outputs and not x.per_channel and room > 2:
         stages = room
     block_v = x.columns(most, x.v.shape[-1])
@@ -454,11 +455,13 @@ def _keys_tile(x: Inputs) -> dict[str, int]:
     if x.is_float32:
         warps = 8 if x.beta is None or x.per_channel else 4  # with 8, of 138 registers, one program fits sm_90
         return {"BLOCK_K": x.columns(16, K), "BLOCK_V": x.columns(16, V), "num_warps": warps, "num_stages": 1}
+    stages = _stages(x, 3)
     if x.beta is None and not x.per_channel:
-        block_k, block_v = x.columns(64, K), x.columns(32, V)
+        block_k, block_v, stages = x.columns(64, K), x.columns(32, V), _stages(x)
     else:
-        block_k, block_v = x.columns(32, K), x.columns(64, cdiv(V, 2))
-    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "num_stages": _stages(x)}
+        most = 64 if x.per_channel or stages < 3 else 32
+        block_k, block_v = x.columns(32, K), x.columns(most, cdiv(V, 2))
+    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "num_stages": stages}
 
 
 def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
