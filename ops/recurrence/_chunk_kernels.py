@@ -385,9 +385,11 @@ def chunk_outputs_kernel(
         keys = start + tl.arange(0, BLOCK_K)
         state = _load(states_ptr + place * K * V, keys, cols, K, V, V)
         out += _product(_load(q_ptr, rows, keys, T, K, HK * K), state)
-    out *= tl.cast(scale, tl.float32)
-    if start_ptr is not None:  # else queries have d of their channels in them
-        out *= tl.load(start_ptr + place * C + t)[:, None]
+    # As the walk scales it: which of the two makes outputs depends on the batch, and their bits do not.
+    if start_ptr is not None:
+        out *= (tl.cast(scale, tl.float32) * tl.load(start_ptr + place * C + t))[:, None]
+    else:  # queries have d of their channels in them
+        out *= tl.cast(scale, tl.float32)
     scores = _load(scores_ptr + place * C * C, t, t, C, C, C)
     out = _plus_product(out, scores, _load(u_ptr + values, rows, cols, T, V, H * V))
     _store(out_ptr + values, out, rows, cols, T, V, H * V)

@@ -12,6 +12,7 @@ from compile_tests.helpers.recurrences import REFERENCES, Results, inputs, per_c
 from llmk.accuracy.rule import accuracy_violation
 from llmk.functional import gated_delta_rule, gated_linear_attention
 from llmk.opcheck.calls import call
+from llmk.ops.recurrence import _chunk_launches
 from llmk.ops.recurrence._naive import token_by_token
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET, runs_kernels
@@ -229,3 +230,23 @@ def test_gradients_of_shared_keys_have_the_same_bits_in_any_batch(device: torch.
 
     for alone, among in zip(grads(slice(0, 1)), grads(slice(0, 4)), strict=True):
         assert torch.equal(alone, among)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("corrected", [True, False], ids=["delta", "linear"])
+def test_outputs_have_the_same_bits_from_the_walk_and_apart(
+    corrected: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of sequences decides which kernel makes them."""
+    if device.type == "cpu" and not INTERPRET:
+        pytest.skip("plain PyTorch makes them in one way; the interpreter runs the kernels")
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 70, 1, 12, generator=generator).to(device) for _ in range(2))
+    v = torch.randn(2, 70, 2, 12, generator=generator).to(device)
+    g, beta = (torch.rand(2, 70, 2, generator=generator).to(device) for _ in range(2))
+
+    def out(from_the_walk: bool) -> Tensor:
+        monkeypatch.setattr(_chunk_launches, "_makes_outputs", lambda x: from_the_walk)
+        return (gated_delta_rule(q, k / 4, v, -g, beta) if corrected else gated_linear_attention(q, k, v, -g))[0]
+
+    assert torch.equal(out(True), out(False))
