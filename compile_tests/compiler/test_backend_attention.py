@@ -97,16 +97,23 @@ def test_masks_that_change_in_longer_texts_are_left(name: str) -> None:
     assert calls_of_attention(attend, *args) == [(True, False)]
 
 
-@pytest.mark.parametrize("name", [*CAUSAL, "long window"])
-@pytest.mark.parametrize("length", [200, 3000, None], ids=["short", "long", "any length"])
-def test_causal_masks_of_any_length(name: str, length: int | None) -> None:
+WINDOWS = {"wide window": 8, "long window": 32768}
+LENGTHS = {"short": 200, "long": 3000, "any length": None}
+AT_LENGTHS = [(name, size) for size in LENGTHS for name in (*CAUSAL, "long window")]
+"""Masks at sizes; `test_causal_mask` has a short text for those without a window."""
+
+
+@pytest.mark.parametrize(
+    "case", some_of(AT_LENGTHS, [case for case in AT_LENGTHS if case[1] != "short" or case[0] in WINDOWS]), ids="-".join
+)
+def test_causal_masks_of_any_length(case: tuple[str, str]) -> None:
     """They are found at their own size, at others in its place, and where the size is a symbol."""
-    windows = {"wide window": 8, "long window": 32768}
-    wanted = name not in windows or windows[name] >= (length or NEVER)
+    name, length = case[0], LENGTHS[case[1]]
+    wanted = name not in WINDOWS or WINDOWS[name] >= (length or NEVER)
 
     def masked(n: int) -> Tensor:
         q, k = positions(n)
-        return (k > q - windows[name]) & (k <= q) if name in windows else CAUSAL[name](n)
+        return (k > q - WINDOWS[name]) & (k <= q) if name in WINDOWS else CAUSAL[name](n)
 
     args = [heads(length=length or S) for _ in range(3)]
     for x in args if length is None else ():
