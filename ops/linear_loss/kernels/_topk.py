@@ -136,15 +136,17 @@ def _highest(y_ptr, chosen_ptr, V, N, TILE: tl.constexpr, BLOCK: tl.constexpr):
 @jit
 def _collect(
     bound, left, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, N,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    EQUAL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the elements above a bound, and the first `left` of those that are equal to it; return their number."""
+    """Store the elements above a bound, with EQUAL the first `left` of those equal to it too; return their number."""
     count = tl.cast(0, tl.int32)
     for start in range(0, N, BLOCK):
         order, cols = _elements(y_ptr, chosen_ptr, start, V, N, TILE, BLOCK)
-        equal = (order == bound).to(tl.int32)
-        kept = (order > bound) | ((equal != 0) & (tl.cumsum(equal, axis=0) <= left))
-        left -= tl.sum(equal, axis=0)
+        kept = order > bound
+        if EQUAL:
+            equal = (order == bound).to(tl.int32)
+            kept |= (equal != 0) & (tl.cumsum(equal, axis=0) <= left)
+            left -= tl.sum(equal, axis=0)
         place = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
         key = (order.to(tl.int64) << 32) | ((first_class + cols) ^ NOT_SIGN).to(tl.int64)
         tl.store(key_ptr + place, key, mask=kept & (place < SLOTS))
@@ -163,8 +165,8 @@ def topk_collect_kernel(
     chosen_ptr += row * C
     key_ptr += row * SLOTS
     N = C * TILE
-    bound, left = tl.load(bound_ptr + row) - 1, tl.cast(0, tl.int32)
-    count = _collect(bound, left, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, N, TILE, BLOCK)
+    bound = tl.load(bound_ptr + row) - 1
+    count = _collect(bound, 0, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, N, False, TILE, BLOCK)
     if (count < K) | (count > SLOTS):  # fewer, where the maximum of a tile is NaN for an infinity
         low = tl.where(count < K, LOWEST, bound).to(tl.int64) + 1  # K elements reach it
         high = _highest(y_ptr, chosen_ptr, V, N, TILE, BLOCK).to(tl.int64) + 1
@@ -178,7 +180,7 @@ def topk_collect_kernel(
             high = tl.where(reached > K, high, middle + (reached == K).to(tl.int64))
         bound = low.to(tl.int32)
         left = K - _count(bound, y_ptr, chosen_ptr, V, N, TILE, BLOCK)
-        count = _collect(bound, left, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, N, TILE, BLOCK)
+        count = _collect(bound, left, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, N, True, TILE, BLOCK)
     tl.store(count_ptr + row, count)
 
 
