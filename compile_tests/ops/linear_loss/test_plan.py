@@ -15,7 +15,7 @@ from llmk.ops.linear_loss.chunked.plan import (
     memory,
     plan,
 )
-from llmk.ops.linear_loss.kernels.tiles import GRADIENT_TILES, gradient_cost
+from llmk.ops.linear_loss.kernels.tiles import GRADIENT_TILES, gradient_cost, saves_time
 from llmk.registry import cdiv
 
 SHAPES = [
@@ -46,6 +46,20 @@ def test_a_gradient_that_leaves_multiprocessors_idle_costs_more() -> None:
     assert gradient_cost(*whole, 132) == 1.0
     assert gradient_cost(whole[0] + largest.rows, whole[1], 132) > 1.1  # a second wave for one tile more
     assert 1.0 < gradient_cost(66 * largest.rows, largest.columns, 132) < 1.2  # two smaller tiles for each
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((4096, 2048, 151936), True),
+        ((2048, 1024, 262144), True),
+        ((6016, 3072, 200064), True),
+        ((128, 4096, 128256), False),
+    ],
+    ids=["a last wave", "half a wave", "five waves", "few tiles, which take longer than all others together"],
+)
+def test_both_gradients_are_one_launch_where_that_fills_waves(sizes: tuple[int, int, int], expected: bool) -> None:
+    assert saves_time(*sizes, 132) == expected
 
 
 def test_chunks_fill_waves_of_tiles() -> None:

@@ -227,6 +227,7 @@ def test_a_row_past_the_count_that_is_read_is_told(
     sample = sample_of("fused_linear_ce", x, weight, target, skip_ignored=True, linear_bias=bias)
     require("fused_linear_ce", sample)
     real = getattr(products, reader)
+    monkeypatch.setattr(products, "fit_one_launch", lambda *args: False)
 
     def reads_more(p: Tensor, factor: Tensor, total: Tensor, count: Tensor, **options: Any) -> None:
         p[int(count) :] = float("nan")  # where nothing is written
@@ -236,6 +237,19 @@ def test_a_row_past_the_count_that_is_read_is_told(
     monkeypatch.setattr(products, reader, reads_more)
     with pytest.raises(AssertionError, match="gradient of linear_"):
         require("fused_linear_ce", sample)
+
+
+@interpreted
+@pytest.mark.parametrize("programs", [1, 3, 5, 7])
+def test_programs_without_a_tile_of_dx_make_more_of_dw(
+    programs: int, monkeypatch: pytest.MonkeyPatch, nan_where_nothing_is_written: None
+) -> None:
+    """Each tile once: of three and six tiles of dx, whose sums are twice as long as those of 24 tiles of dW."""
+    monkeypatch.setattr(products, "num_programs", lambda device, per_multiprocessor: programs)
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn((size, 72), generator=generator).bfloat16() for size in (25, 700))
+    target = torch.randint(0, 700, (25,), generator=generator)
+    require("fused_linear_ce", sample_of("fused_linear_ce", x, weight / 8, target, chunk_size=17))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -90,6 +90,35 @@ def gradient_tile(rows: int, columns: int, depth: int | None, device: torch.devi
     return _cheapest(rows, columns, num_programs(device, 1))[0]
 
 
+PAIR_TILE = Tile(128, 256, 64, 8, 3)
+
+
+def pair_tiles(rows: int, columns: int, classes: int) -> tuple[Tile, Tile]:
+    """Return the tiles of both gradients of a chunk that are made in one launch."""
+    if not INTERPRET:
+        return PAIR_TILE, PAIR_TILE
+    of_input = Tile(interpreted_block(16, rows), 32, interpreted_block(16, classes), 4, 1)
+    return of_input, Tile(interpreted_block(16, classes), 32, INTERPRETED_ROWS, 4, 1)
+
+
+def are_paired(rows: int, columns: int, classes: int, device: torch.device) -> bool:
+    """Return True if one launch takes less time for both gradients of a chunk than one for each of them."""
+    if INTERPRET:
+        return True
+    return shared_memory(device) >= SMALL_SHARED_MEMORY and saves_time(rows, columns, classes, num_programs(device, 1))
+
+
+@functools.lru_cache(maxsize=1024)
+def saves_time(rows: int, columns: int, classes: int, multiprocessors: int) -> bool:
+    """Compare two launches' times with that of one: of all tiles' together, or of those of the input's alone."""
+    of_rows, of_classes = (_cheapest(each, columns, multiprocessors)[1] for each in (rows, classes))
+    of_columns, area = cdiv(columns, PAIR_TILE.columns), PAIR_TILE.rows * PAIR_TILE.columns
+    of_input, of_weight = cdiv(rows, PAIR_TILE.rows) * of_columns, cdiv(classes, PAIR_TILE.rows) * of_columns
+    waves = cdiv(of_input, multiprocessors) * multiprocessors
+    together = area * max(classes * waves, classes * of_input + rows * of_weight)
+    return together < classes * of_rows + rows * of_classes
+
+
 def gradient_cost(rows: int, columns: int, multiprocessors: int) -> float:
     """Return the time of a gradient, of that of as many elements in tiles that fill all multiprocessors."""
     return _cheapest(rows, columns, multiprocessors)[1] / (rows * columns)

@@ -23,20 +23,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.kernels.tiles import gradient_tile, listed_tile, logits_tile
+from llmk.ops.linear_loss.kernels.tiles import are_paired, gradient_tile, listed_tile, logits_tile, pair_tiles
 from llmk.ops.linear_loss.kernels.transform import Transform
-from llmk.ops.linear_loss.rows._products_kernels import (
+from llmk.ops.linear_loss.rows._gradients_kernels import (
     bias_gradient_kernel,
+    both_gradients_kernel,
+    input_gradient_kernel,
+    weight_gradient_kernel,
+)
+from llmk.ops.linear_loss.rows._products_kernels import (
     classes_kernel,
     coefficients_kernel,
     combine_kernel,
     exponentials_kernel,
-    input_gradient_kernel,
     logits_kernel,
     put_entries_kernel,
     scale_rows_kernel,
     statistics_kernel,
-    weight_gradient_kernel,
 )
 from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients
@@ -325,6 +328,39 @@ def weight_gradient(
         count, scale, V, H, p.stride(0), scaled.stride(0),
         ADD=add, DESCRIBED=described, T_DESCRIBED=total_described, WIDEN=INTERPRET, PROGRAMS=programs,
         **tile.arguments(),
+    )  # fmt: skip
+
+
+class InputGradient(NamedTuple):
+    """What the gradient of the input is besides P W, and where it belongs."""
+
+    factors: Tensor  # float32 [2, M], r and e
+    dx: Tensor
+    place: Tensor | None  # int64 [M], the rows of dx; None for the first ones
+
+
+def fit_one_launch(rows: Rows, p: Tensor, scaled: Tensor, weight: Tensor, total: Tensor) -> bool:
+    """Return True if both gradients are made in one launch, which takes less time."""
+    (M, H), V = rows.x.shape, weight.shape[0]
+    described = p.dtype == total.dtype and all(map(describable, (p, scaled, weight, total)))
+    return described and are_paired(M, H, V, p.device)
+
+
+def both_gradients(
+    rows: Rows, p: Tensor, weight: Tensor, of_input: InputGradient, scaled: Tensor, total: Tensor, *, add: bool
+) -> None:
+    """Do what `input_gradient` and `weight_gradient` do."""
+    (M, H), V, (factors, dx, place) = rows.x.shape, weight.shape[0], of_input
+    of_x, of_w = pair_tiles(M, H, V)
+    programs = num_programs(p.device, 1)
+    wrap_triton(both_gradients_kernel)[(programs,)](
+        descriptor(p, [of_x.rows, of_x.depth]), descriptor(p, [of_w.depth, of_w.rows]),
+        descriptor(weight, [of_x.depth, of_x.columns]), descriptor(scaled, [of_w.depth, of_w.columns]),
+        descriptor(total, [of_w.rows, of_w.columns // 2]),
+        weight, dx, factors, rows.own, rows.end, place, V, H, M, p.stride(0), *weight.stride(), scaled.stride(0),
+        ADD=add, DESCRIBED=True, WIDEN=INTERPRET, PROGRAMS=programs, GROUP_M=of_x.group, NUM_STAGES=of_x.stages,
+        X_BLOCK_M=of_x.rows, X_BLOCK_N=of_x.columns, X_BLOCK_K=of_x.depth,
+        W_BLOCK_M=of_w.rows, W_BLOCK_N=of_w.columns, W_BLOCK_K=of_w.depth, num_warps=of_x.warps,
     )  # fmt: skip
 
 

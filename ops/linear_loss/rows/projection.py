@@ -456,13 +456,17 @@ class Gradients:
         products.scale_rows(of_rows, rows.p, scaled, rows.factors[0], entry, scale)
         if rows.columns is not None and rows.stored is not None:
             projection.put(rows.p, rows.columns, rows.stored * unit, span.count)
-        if self.need[0]:
-            index = self.compacted.index
-            place = None if index is None else index[span.rows]
-            dx = self.dx if index is not None else self.dx[span.rows]
-            products.input_gradient(of_rows, rows.p, projection.weights.weight, factors, dx, place)
-        if self.need[1]:
-            products.weight_gradient(rows.p, scaled, self.dw, span.count, add=not first, scale=inverse)
+        weight, index = projection.weights.weight, self.compacted.index
+        place = None if index is None else index[span.rows]
+        dx = self.dx if index is not None else self.dx[span.rows]
+        if all(self.need[:2]) and products.fit_one_launch(of_rows, rows.p, scaled, weight, self.dw):
+            of_input = products.InputGradient(factors, dx, place)
+            products.both_gradients(of_rows, rows.p, weight, of_input, scaled, self.dw, add=not first)
+        else:
+            if self.need[0]:
+                products.input_gradient(of_rows, rows.p, weight, factors, dx, place)
+            if self.need[1]:
+                products.weight_gradient(rows.p, scaled, self.dw, span.count, add=not first, scale=inverse)
         if self.need[2]:
             products.bias_gradient(rows.p, rows.factors[0], self.db, span.count, scale=1 / unit, add=not first)
 
