@@ -110,13 +110,17 @@ def are_paired(rows: int, columns: int, classes: int, device: torch.device) -> b
 
 @functools.lru_cache(maxsize=1024)
 def saves_time(rows: int, columns: int, classes: int, multiprocessors: int) -> bool:
-    """Compare two launches' times with that of one: of all tiles' together, or of those of the input's alone."""
+    """Compare two launches' times with that of one: of all tiles' together, or of those of the input's alone.
+
+    Where the input's do not fill a wave, smaller ones do. H200, of two launches' time: 0.97 to 0.995 of 192 to 564
+    tiles, 1.02 of 64.
+    """
     of_rows, of_classes = (_cheapest(each, columns, multiprocessors)[1] for each in (rows, classes))
     of_columns, area = cdiv(columns, PAIR_TILE.columns), PAIR_TILE.rows * PAIR_TILE.columns
     of_input, of_weight = cdiv(rows, PAIR_TILE.rows) * of_columns, cdiv(classes, PAIR_TILE.rows) * of_columns
     waves = cdiv(of_input, multiprocessors) * multiprocessors
     together = area * max(classes * waves, classes * of_input + rows * of_weight)
-    return together < classes * of_rows + rows * of_classes
+    return of_input >= multiprocessors and together < classes * of_rows + rows * of_classes
 
 
 def gradient_cost(rows: int, columns: int, multiprocessors: int) -> float:
