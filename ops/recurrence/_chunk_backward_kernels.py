@@ -38,6 +38,29 @@ def _decayed(x, d):
 
 
 @jit
+def _state_and_rest(states_ptr, rests_ptr, place, keys, cols, K, V):
+    """A block of a stored state, and what its rounding left; the state again where nothing is kept of that."""
+    state = _load(states_ptr + place, keys, cols, K, V, V)
+    rest = state
+    if rests_ptr is not None:
+        rest = _load(rests_ptr + place, keys, cols, K, V, V)
+    return state, rest
+
+
+@jit
+def _factors(beta_ptr, start_ptr, row, chunk, first, t, T, N, H, C: tl.constexpr):
+    """Beta and d of a chunk's tokens, and the decay of all of it; 1 where queries and keys have it in them."""
+    beta = tl.full((C,), 1.0, dtype=tl.float32)
+    d, whole = beta, 1.0
+    if beta_ptr is not None:
+        beta = _load_tokens(beta_ptr + first, chunk * C + t, T, H)
+    if start_ptr is not None:
+        d = tl.load(start_ptr + (row * N + chunk) * C + t)
+        whole = tl.load(start_ptr + (row * N + chunk) * C + C - 1)
+    return beta, d, whole
+
+
+@jit
 def chunk_states_backward_kernel(
     do_ptr, dfinal_ptr, q_ptr, k_ptr, ends_ptr, beta_ptr, start_ptr, end_ptr, whole_ptr, scores_ptr, inverse_ptr,
     states_ptr, rests_ptr, dstates_ptr, dwhole_ptr, dr_ptr, dv_ptr, dinitial_ptr, scale,
@@ -54,29 +77,27 @@ def chunk_states_backward_kernel(
         ends_ptr += (b * T * HK + h // (H // HK)) * K
     values = (b * T * H + h) * V
     t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
-    undecayed = tl.full((C,), 1.0, dtype=tl.float32)  # queries and keys have d and e of their channels in them
     dstate = _load(dfinal_ptr + row * K * V, keys, cols, K, V, V)
     rest = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
-    last = tl.cast(N - 1, tl.int64)
-    next_beta = undecayed if beta_ptr is None else _load_tokens(beta_ptr + b * T * H + h, last * C + t, T, H)
-    next_d = undecayed if start_ptr is None else tl.load(start_ptr + (row * N + last) * C + t)
-    next_whole = 1.0 if start_ptr is None else tl.load(start_ptr + (row * N + last) * C + C - 1)
+    if PART == 0:
+        last = tl.cast(N - 1, tl.int64)
+        next_beta, next_d, next_whole = _factors(beta_ptr, start_ptr, row, last, b * T * H + h, t, T, N, H, C)
     for step in range(0, N):
         chunk = tl.cast(N - 1 - step, tl.int64)
-        rows, matrix, following = chunk * C + t, (row * N + chunk) * C * C, tl.maximum(chunk - 1, 0)
-        # It comes while the first products are made.
-        state = _load(states_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V)
-        if rests_ptr is not None:
-            state_rest = _load(rests_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V)
-        beta, d, whole = next_beta, next_d, next_whole
-        if beta_ptr is not None:
-            next_beta = _load_tokens(beta_ptr + b * T * H + h, following * C + t, T, H)
+        rows, matrix = chunk * C + t, (row * N + chunk) * C * C
+        state_place = (row * N + chunk) * K * V
+        # What no product loads ahead comes while the first products are made, or a chunk before; not with products in
+        # parts, beside which it does not fit in registers.
+        if PART == 0:
+            state, state_rest = _state_and_rest(states_ptr, rests_ptr, state_place, keys, cols, K, V)
+            beta, d, whole = next_beta, next_d, next_whole
+            following = tl.maximum(chunk - 1, 0)
+            next_beta, next_d, next_whole = _factors(beta_ptr, start_ptr, row, following, b * T * H + h, t, T, N, H, C)
+        else:
+            beta, d, whole = _factors(beta_ptr, start_ptr, row, chunk, b * T * H + h, t, T, N, H, C)
         if whole_ptr is not None:
             whole = _column(whole_ptr + (row * N + chunk) * K, keys, K)
-        else:
-            next_d = tl.load(start_ptr + (row * N + following) * C + t)
-            next_whole = tl.load(start_ptr + (row * N + following) * C + C - 1)
-        stored_ptr = dstates_ptr + (row * N + chunk) * K * V
+        stored_ptr = dstates_ptr + state_place
         _store(stored_ptr, dstate, keys, cols, K, V, V)
         do = _load(do_ptr + values, rows, cols, T, V, H * V)
         k = _load(k_ptr, rows, keys, T, K, HK * K)
@@ -87,6 +108,8 @@ def chunk_states_backward_kernel(
             dr = _times_state(k, k_ptr, dstate, stored_ptr, rows, cols, T, K, V, HK * K, PART)
             dr *= tl.load(end_ptr + (row * N + chunk) * C + t)[:, None]
         dr = _plus_product(dr, _load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
+        if PART > 0:
+            state, state_rest = _state_and_rest(states_ptr, rests_ptr, state_place, keys, cols, K, V)
         wide = state.to(tl.float32)
         if rests_ptr is not None:
             wide = _with_rest(wide, state_rest)
