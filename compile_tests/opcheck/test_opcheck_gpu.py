@@ -14,7 +14,7 @@ from llmk.opcheck.__main__ import not_interpretable, paths
 from llmk.opcheck.inputs import BrokenPromise
 from llmk.opcheck.processes import Unit, check_in_process
 from llmk.opcheck.promises import gpu as gpu_promises
-from llmk.opcheck.promises.gpu import counted_replays, generator_kept, late, require_captured, reversed_rows
+from llmk.opcheck.promises.gpu import counted_replays, generator_kept, late, overwrite, require_captured, reversed_rows
 from llmk.opcheck.promises.kernels import in_bounds
 from llmk.opcheck.promises.table import GPU_PROMISES, INTERPRETER_PROMISES, OF_KERNELS
 from llmk.opcheck.promises.values import has_index_past_the_end
@@ -142,3 +142,9 @@ def test_a_label_past_the_last_class_is_seen_on_a_cpu() -> None:
     assert not has_index_past_the_end(op, Sample((logits, target), why="three labels"))
     assert has_index_past_the_end(op, Sample((logits[:, :8], target), why="a class less"))
     assert not has_index_past_the_end(op, Sample((logits, target[:2]), why="too few labels"))
+
+
+def test_an_expanded_axis_is_written_once() -> None:
+    tensor, numbers = (make(3, 1, 2, dtype=torch.float32).expand(3, 4, 2) for make in (torch.zeros, torch.randn))
+    overwrite(tensor, numbers)
+    assert torch.equal(tensor, numbers)

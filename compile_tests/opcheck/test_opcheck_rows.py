@@ -10,7 +10,15 @@ from torch import Tensor
 from compile_tests.helpers.mutants import record
 from compile_tests.helpers.mutants_rows import BROKEN_ROWS, Block, row_sums_by, sound
 from llmk.opcheck import check
-from llmk.opcheck.promises.rows import IndependentRows, independent_rows, owed, products_by_row, samples_with_rows
+from llmk.opcheck.calls import call
+from llmk.opcheck.promises.rows import (
+    Batch,
+    IndependentRows,
+    independent_rows,
+    owed,
+    products_by_row,
+    samples_with_rows,
+)
 from llmk.opcheck.runner import promises_for
 from llmk.ops.linear_loss.rows.projection import MatrixProjection
 from llmk.registry import OPS, BatchDependent, Op, Sample
@@ -112,6 +120,17 @@ def test_an_argument_that_is_as_long_by_chance_has_no_rows() -> None:
     rows = independent_rows(OPS["rms_norm"], sample)
     assert rows is not None
     assert (rows.arguments, rows.results) == (("input",), ("output 0", "gradient of input"))
+
+
+def test_rows_that_the_operator_refuses_are_left_out() -> None:
+    """The reference takes the state of one channel beside the weight of three."""
+    op = OPS["causal_conv1d"]
+    sample = next(each for each in op.samples(CPU, torch.float32) if each.why == "fewer tokens than taps")
+    rows = independent_rows(op, sample)
+    assert rows is not None
+    assert "weight" not in rows.arguments
+    batch = Batch(op, sample, rows.axis, lambda sample, grads: call(op, sample, grads=grads))
+    assert not list(batch.differences(rows, 1))
 
 
 def test_what_a_record_says_of_a_library_is_left_out_on_a_gpu() -> None:

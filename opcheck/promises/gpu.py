@@ -81,13 +81,20 @@ def _require_replayed(op: Op, sample: Sample) -> None:
     with torch.no_grad():
         for name, value in op.bind(other).items():
             if isinstance(value, Tensor):
-                outcome.inputs[name].copy_(value)
+                overwrite(outcome.inputs[name], value)
     graph.replay()
     torch.cuda.synchronize()
     try:
         require_accurate(op, other, outcome)
     except BrokenPromise as error:
         raise BrokenPromise(f"captured, and replayed with other inputs: {error}", error.wrong) from None
+
+
+def overwrite(tensor: Tensor, numbers: Tensor) -> None:
+    """Write other numbers into a tensor's memory, which an expanded axis has once."""
+    for axis in (axis for axis in range(tensor.dim()) if tensor.stride(axis) == 0 and tensor.shape[axis] > 0):
+        tensor, numbers = tensor.narrow(axis, 0, 1), numbers.narrow(axis, 0, 1)
+    tensor.copy_(numbers)
 
 
 @generator_kept()
