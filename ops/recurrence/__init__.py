@@ -129,20 +129,22 @@ forward pass takes it less than 0.11 ms, and no backward pass less than 0.28 ms.
 What each kernel reads and writes takes the time below at 4.2 TB a second, beside what it takes on that H200, in
 microseconds; of the backward pass first those of what it makes again:
 
-    forward   l2_norm 64, 64        chunk_scores 80, 140       chunk_inverse 48, 127            chunk_states 128, 390
-    backward  l2_norm 64, 65        chunk_scores 48, 98        chunk_states 223, 307
-              chunk_states_backward 351, 737                   chunk_scores_backward 192, 429
-              chunk_keys_backward 415, 691                     chunk_gates_backward 12, 34      sum_heads 192, 185
+    forward   l2_norm 64, 64        chunk_scores 80, 135       chunk_inverse 48, 128            chunk_states 128, 327
+    backward  l2_norm 64, 64        chunk_scores 48, 98        chunk_states 223, 336
+              chunk_states_backward 351, 672                   chunk_scores_backward 192, 440
+              chunk_keys_backward 415, 671                     chunk_gates_backward 12, 32      sum_heads 192, 182
 
-That is 0.32 ms of 0.72 forward and 1.5 of 2.5 backward. The walks from chunk to chunk are furthest from it: a chunk's
-products wait for each other, and the 115 KiB and up to 200 registers of a program leave room for two on a
-multiprocessor, half of those of this call. Wider blocks of V read queries and keys less often but take longer, with 4
-warps or 8: fewer programs hide what each waits for. The programs of `chunk_keys_backward_kernel` read dO, U and dR for
+That is 0.32 ms of 0.66 forward and 1.5 of 2.5 backward. The walks from chunk to chunk are furthest from it: a chunk's
+products wait for each other, and the 115 KiB and up to 216 registers of a program leave room for two on a
+multiprocessor, half of those of this call. Triton loads only operands of products ahead, so that a walk reads beta, the
+decays and, on its way back, the state before it makes a chunk's products. Wider blocks of V read queries and keys less
+often but take longer, with 4 warps or 8: fewer programs hide what each waits for. A transposed state, which products
+could read from registers, takes fewer trips through shared memory, but so many registers that it is slower. The programs of `chunk_keys_backward_kernel` read dO, U and dR for
 each of four blocks of channels, twice the bytes, though from the second-level cache. With M, dQ
 and dK summed over the two value heads of a key head it takes 80 longer: the correction's matrices are in registers too.
 
 Without a correction it pays: for 4 x 4096 tokens with one key head of 128 and 80 value heads of 64 dQ and dK of 16
-value heads each are 0.08 GB, not 1.3, and forward and backward together take 2.6 ms instead of 3.6.
+value heads each are 0.08 GB, not 1.3, and forward and backward together take 2.5 ms instead of 3.6.
 """
 
 LARGEST_KEY = 256
