@@ -44,8 +44,22 @@ def gather_kernel(x_ptr, index_ptr, count_ptr, out_ptr, M, H, x_row, x_col, out_
     tl.store(out_ptr + row * out_row + col * out_col, x, mask=inside)
 
 
+@jit
+def scatter_kernel(
+    x_ptr, index_ptr, count_ptr, out_ptr, M, H, segment, x_row, x_col, out_row, out_col, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Copy the rows of x that count, the first of each segment, to their places, and zeros to those of the others."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, col = at // H, at % H
+    inside = row < M
+    count = tl.load(count_ptr + row // segment, mask=inside, other=0)
+    place = tl.load(index_ptr + row, mask=inside, other=0).to(tl.int64)
+    x = tl.load(x_ptr + row * x_row + col * x_col, mask=inside & (row % segment < count), other=0)
+    tl.store(out_ptr + place * out_row + col * out_col, x, mask=inside)
+
+
 BLOCK = 2048
-"""Elements of a program that gathers."""
+"""Elements of a program that gathers or scatters."""
 
 
 def gather_rows(x: Tensor, index: Tensor, out: Tensor, count: Tensor | None = None) -> None:
@@ -94,6 +108,14 @@ class RowCounts:
         places = torch.arange(self.segment, dtype=torch.int32, device=self.counts.device)
         return (places >= self.counts.unsqueeze(-1)).view(-1)[:rows]
 
+    def scatter_rows(self, x: Tensor, index: Tensor, out: Tensor) -> None:
+        """Copy the rows of x `[M, H]` that count to their places `[M]` in out `[M, H]`, and zeros to the others'."""
+        M, H = x.shape
+        if M * H > 0:
+            wrap_triton(scatter_kernel)[(cdiv(M * H, BLOCK),)](
+                x, index, self.counts, out, M, H, self.segment, *x.stride(), *out.stride(), BLOCK=BLOCK, num_warps=4
+            )
+
 
 @dataclass(frozen=True)
 class CompactedTokens:
@@ -140,13 +162,16 @@ class CompactedTokens:
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Scatter `[n, *rest]` to the tokens' positions in `[..., *rest]`, zero elsewhere."""
-        n, *rest = rows.shape
+        shape = (*self.shape, *rows.shape[1:])
         if self.index is None:
-            return rows.view((*self.shape, *rest))
-        if self.count is not None:  # what the others have is not defined
-            rows = rows.masked_fill(self.count.past(n).view(n, *[1] * len(rest)), 0)
-        out = torch.zeros((math.prod(self.shape), *rest), dtype=rows.dtype, device=rows.device)
-        return out.index_copy_(0, self.index, rows).view((*self.shape, *rest))
+            return rows.view(shape)
+        if self.count is None:
+            out = torch.zeros((math.prod(self.shape), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+            out[self.index] = rows
+        else:
+            out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+            self.count.scatter_rows(_matrix(rows), self.index, _matrix(out))
+        return out.view(shape)
 
     def scatter_output(self, rows: Tensor) -> Tensor:
         """Scatter what an operator returns, which shares memory with nothing else."""
