@@ -104,7 +104,11 @@ def test_operators_without_independent_rows() -> None:
     ("name", "arguments", "results"),
     [
         ("linear_logprobs", {"input", "target"}, {"output 0", "output 1", "gradient of input"}),
-        ("fused_linear_policy", {"input", "target", "advantages"}, {"output 1", "output 2", "gradient of input"}),
+        (
+            "fused_linear_policy",
+            {"input", "target", "advantages", "old_logps"},
+            {"output 1", "output 2", "gradient of input"},
+        ),
         ("rms_norm", {"input"}, {"output 0", "gradient of input"}),
         ("attention_residual", {"blocks"}, {"output 0", "gradient of blocks"}),
     ],

@@ -78,7 +78,11 @@ def token_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtyp
     return Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
 
 
-token_resized = resized(token_workload, 16, 40)
+def token_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    """Return `resized` of `token_workload` with a larger weight: some tokens are sure of a class."""
+    made = resized(token_workload, 16, 40)(rows, device, dtype)
+    x, linear_weight, target = made.args
+    return Sample((x, 4 * linear_weight, target), made.kwargs, made.why)
 
 
 def keeps_exponentials(input: Tensor, linear_weight: Tensor) -> bool:

@@ -139,9 +139,10 @@ products wait for each other, and the 115 KiB and up to 216 registers of a progr
 multiprocessor, half of those of this call. Triton loads only operands of products ahead, so that a walk reads beta, the
 decays and, on its way back, the state before it makes a chunk's products. Wider blocks of V read queries and keys less
 often but take longer, with 4 warps or 8: fewer programs hide what each waits for. A transposed state, which products
-could read from registers, takes fewer trips through shared memory, but so many registers that it is slower. The programs of `chunk_keys_backward_kernel` read dO, U and dR for
-each of four blocks of channels, twice the bytes, though from the second-level cache. With M, dQ
-and dK summed over the two value heads of a key head it takes 80 longer: the correction's matrices are in registers too.
+could read from registers, takes fewer trips through shared memory, but so many registers that it is slower. The
+programs of `chunk_keys_backward_kernel` read dO, U and dR for each of four blocks of channels, twice the bytes, though
+from the second-level cache. With M, dQ and dK summed over the two value heads of a key head it takes 80 longer: the
+correction's matrices are in registers too.
 
 Without a correction it pays: for 4 x 4096 tokens with one key head of 128 and 80 value heads of 64 dQ and dK of 16
 value heads each are 0.08 GB, not 1.3, and forward and backward together take 2.5 ms instead of 3.6.
