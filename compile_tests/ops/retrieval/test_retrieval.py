@@ -89,6 +89,8 @@ def test_padded(dtype: torch.dtype, pairwise: bool, compiled: bool, device: torc
 def test_packed(pairwise: bool, compiled: bool, device: torch.device) -> None:
     """The bits of the padded batch, scores and gradients."""
     query, document = embeddings(torch.bfloat16, device)
+    if device.type == "cpu":  # products that need no rounding: numpy's BLAS sums rows of a block in more than one order
+        query, document = (x.detach().round().requires_grad_() for x in (query, document))
     masks = first(Q_LENGTHS, device), first(D_LENGTHS, device)
     offsets = {"query_offsets": ends(Q_LENGTHS, device), "document_offsets": ends(D_LENGTHS, device)}
 
