@@ -386,10 +386,13 @@ def launch_backward(
     tile = _state_tile(x, backward=True)
     blocks = cdiv(V, tile["BLOCK_V"])
     dwhole = x.buffer((x.rows, N, blocks, K), torch.float32)
-    wrap_triton(chunk_states_backward_kernel)[(x.rows * blocks,)](
-        do, dfinal, m.queries, m.keys, m.ends, x.beta, m.start, m.end, m.whole, m.scores, m.inverse,
-        states, rests, dstates, dwhole, dr, dv, dinitial, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile,
-    )  # fmt: skip
+    if N > 0:  # it loads a chunk ahead
+        wrap_triton(chunk_states_backward_kernel)[(x.rows * blocks,)](
+            do, dfinal, m.queries, m.keys, m.ends, x.beta, m.start, m.end, m.whole, m.scores, m.inverse,
+            states, rests, dstates, dwhole, dr, dv, dinitial, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile,
+        )  # fmt: skip
+    elif dinitial is not None:
+        dinitial.copy_(dfinal)
     made = Backward(do, states, dstates, dwhole, u, dr)
     dq, dk, dg, dbeta = (_channel_gradients if x.per_channel else _gradients)(x, m, made)
     width, values = call.q.shape[3], call.v.shape[3]
