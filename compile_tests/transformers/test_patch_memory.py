@@ -129,7 +129,10 @@ def test_checkpointing(reentrant: bool) -> None:
     model, original = pair()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
+    ran: list[bool] = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(lambda *args: ran.append(torch.is_grad_enabled()))
     assert_same_training(model, original, input_ids=tokens(2, 9))
+    assert ran == [not reentrant, True]  # in the forward pass, and again for the backward pass
 
 
 class Changed(nn.Module):

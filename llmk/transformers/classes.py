@@ -10,7 +10,7 @@ import copyreg
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -74,6 +74,7 @@ def patched_class(base: type, changes: tuple[Change, ...]) -> type:
 def _patched_class(base: type, changes: tuple[Change, ...], originals: tuple[Any, ...]) -> type:
     """The same for methods of `base` that are those of now."""
     methods = {name: method for change in changes for name, method in change.methods(base).items()}
+    methods = {name: in_own_wrapper(getattr(base, name, None), method) for name, method in methods.items()}
     init: Any = base.__init__
     reduce: Any = base.__reduce_ex__
     newobj = vars(copyreg)["__newobj__"]  # makes an object of its class, in pickles and copies
@@ -93,6 +94,33 @@ def _patched_class(base: type, changes: tuple[Change, ...], originals: tuple[Any
     named = {"__qualname__": base.__qualname__, "__doc__": base.__doc__, METHOD: llmk_fell_back, CHANGES: changes}
     cls = quiet_subclass(base, {**named, "__init__": __init__, "__reduce_ex__": __reduce_ex__, **methods})
     return cls
+
+
+def in_own_wrapper(original: Any, method: Any) -> Any:
+    """Return `method` inside a new copy of the wrapper of `original`, if that acts for its module's own class alone.
+
+    Such a wrapper compares itself with the method of the class. transformers puts one around the `forward` of each
+    subclass of `GradientCheckpointingLayer`, and there activations are checkpointed.
+    """
+    cells = original.__closure__ or () if isinstance(original, FunctionType) else ()
+    is_own = [_holds(cell, original) for cell in cells]
+    if not any(is_own):
+        return method
+    itself = CellType()
+    wrapped = getattr(original, "__wrapped__", None)
+    inside = [CellType(method) if _holds(cell, wrapped) else cell for cell in cells]
+    closure = tuple(itself if own else cell for own, cell in zip(is_own, inside, strict=True))
+    again = FunctionType(original.__code__, original.__globals__, original.__name__, original.__defaults__, closure)
+    again.__kwdefaults__ = original.__kwdefaults__
+    itself.cell_contents = functools.update_wrapper(again, method)
+    return again
+
+
+def _holds(cell: CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # empty
+        return False
 
 
 def _restored(base: type, changes: tuple[Change, ...], *args: Any) -> Any:
