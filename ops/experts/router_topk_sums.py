@@ -6,13 +6,13 @@ https://arxiv.org/abs/2202.08906; the loss of each sequence of DeepSeek-V3, http
 Forward, for logits x [T, E] of a sequence, with s and the experts of `router_topk`, and m_t whether token t counts:
 
     c_e = sum over t of m_t * (1 if e is chosen for t)
-    P_e = sum over t of m_t * p_te,            p = s of the softmax, s / sum(s) of the sigmoid
+    P_e = sum over t of m_t * p_te,            p = s of the softmax, s / max(sum(s), 1e-12) of the sigmoid
     Z   = sum over t of m_t * log(sum_e exp(x_te))^2
 
 Backward, given dw, dP and dZ, added to what dw gives in `router_topk`:
 
     dx = m * p * (dP - sum(p * dP))            of the softmax
-    dx = m * p * (dP - sum(p * dP)) * (1 - s)  of the sigmoid
+    dx = m * p * (dP - sum(p * dP)) * (1 - s)  of the sigmoid, without sum(p * dP) where sum(s) < 1e-12
     dx = m * 2 * dZ * log(sum(exp(x))) * softmax(x)
 
 A program routes a share of a sequence's tokens and adds up in registers; the sums of the programs are added in a fixed
@@ -74,6 +74,19 @@ def router_topk_sums_reference(input: Tensor, top_k: int, *, counted: Tensor | N
     return weights, sums, squares, indices, (m.long().unsqueeze(-1) * chosen).sum(-2)
 
 
+SMALLEST_SUM = 1e-12
+"""The least that a token's scores are divided by, as in `torch.nn.functional.normalize`."""
+_SMALLEST_SUM = tl.constexpr(SMALLEST_SUM)
+
+
+@jit
+def divided_by_sum(scores):
+    """The probabilities of a sigmoid's scores, and whether their sum is less than what they are divided by."""
+    total = tl.sum(scores, axis=0)
+    is_small = total < _SMALLEST_SUM
+    return tl.div_rn(scores, tl.zeros_like(scores) + tl.where(is_small, _SMALLEST_SUM, total)), is_small
+
+
 @jit
 def router_topk_sums_kernel(
     x_ptr, counted_ptr, bias_ptr, weights_ptr, indices_ptr, counts_ptr, sums_ptr, squares_ptr,
@@ -100,7 +113,7 @@ def router_topk_sums_kernel(
             counts_here = tl.load(counted_ptr + row) != 0
         z, probabilities = log_sum_exp(x, mask)
         if not SOFTMAX:
-            probabilities = tl.div_rn(scores, tl.zeros_like(scores) + tl.sum(scores, axis=0))
+            probabilities, _ = divided_by_sum(scores)
         counts += tl.where(counts_here & chosen, 1.0, 0.0)
         sums += tl.where(counts_here, probabilities, 0.0)
         squares += tl.where(counts_here, z * z, 0.0)
@@ -127,8 +140,9 @@ def router_topk_sums_backward_kernel(
     if SOFTMAX:
         of_sums += softmax * (dp - tl.sum(softmax * dp, axis=0))
     else:
-        probabilities = tl.div_rn(scores, tl.zeros_like(scores) + tl.sum(scores, axis=0))
-        of_sums += probabilities * (dp - tl.sum(probabilities * dp, axis=0)) * (1.0 - scores)
+        probabilities, is_small = divided_by_sum(scores)
+        mean = tl.where(is_small, 0.0, tl.sum(probabilities * dp, axis=0))
+        of_sums += probabilities * (dp - mean) * (1.0 - scores)
     if counted_ptr is not None:
         of_sums = tl.where(tl.load(counted_ptr + row) != 0, of_sums, 0.0)
     tl.store(dx_ptr + row * E + cols, (dx + of_sums).to(dx_ptr.dtype.element_ty), mask=mask)
@@ -179,7 +193,9 @@ router_topk_sums_bwd = KernelOp(_router_topk_sums_bwd, launch_cached=True)
 
 
 def _probabilities_cpu(x: Tensor, scoring: str) -> Tensor:
-    return x.softmax(-1) if scoring == "softmax" else x.sigmoid() / x.sigmoid().sum(-1, keepdim=True)
+    if scoring == "softmax":
+        return x.softmax(-1)
+    return x.sigmoid() / x.sigmoid().sum(-1, keepdim=True).clamp_min(SMALLEST_SUM)
 
 
 @router_topk_sums_fwd.register_kernel("cpu")
@@ -198,7 +214,12 @@ def _(input, counted, bias, *options) -> Result:
 def _(grad_weights, grad_sums, grad_squares, input, counted, indices, scoring, normalize, scale) -> Tensor:
     x, dp, dz = input.float(), grad_sums.unsqueeze(-2), grad_squares[..., None, None]
     p = _probabilities_cpu(x, scoring)
-    of_sums = p * (dp - (p * dp).sum(-1, keepdim=True)) * (1 if scoring == "softmax" else 1 - x.sigmoid())
+    mean = (p * dp).sum(-1, keepdim=True)
+    if scoring == "softmax":
+        of_sums = p * (dp - mean)
+    else:
+        s = x.sigmoid()
+        of_sums = p * (dp - mean.masked_fill(s.sum(-1, keepdim=True) < SMALLEST_SUM, 0.0)) * (1 - s)
     of_sums = of_sums + 2 * dz * logsumexp_cpu(x) * x.softmax(-1)
     if counted is not None:
         of_sums = of_sums.masked_fill(counted.unsqueeze(-1) == 0, 0.0)
@@ -238,6 +259,8 @@ def router_topk_sums_samples(device: torch.device, dtype: torch.dtype) -> Iterat
     yield Sample((randn(0, 4, 16), 2), why="no sequences")
     yield Sample((randn(16, 9).t(), 2), why="strided")
     yield Sample((randn(2, 300), 8), {"scoring": "sigmoid", "bias": randn(300)}, why="more than a warp, bias in dtype")
+    low = randn(4, 12) - torch.tensor([0, 30, 60, 120], device=device, dtype=dtype).unsqueeze(-1)
+    yield Sample((low, 3), {"scoring": "sigmoid"}, why="scores whose sum is less than 1e-12, or 0")
 
 
 def router_topk_sums_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -274,7 +297,8 @@ def router_topk_sums(
         top_k: How many experts a token gets.
         counted: `[..., T]`, bool or a whole number: which tokens are in the sums, all but padding. None: all.
         bias: As in `router_topk`, which also has the other options.
-        scoring: "softmax" or "sigmoid"; the probabilities of the second are its scores divided by their sum.
+        scoring: "softmax" or "sigmoid"; the probabilities of the second are its scores divided by their sum, or by
+            1e-12 where that is less.
         num_groups: Into how many groups of neighbours the experts are divided.
         topk_groups: Of how many groups experts may be chosen.
         normalize: Whether a token's weights are divided by their sum.
