@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from llmk.registry.private.modules import without_global_hooks
+
 T = TypeVar("T")
 
 
@@ -22,12 +24,15 @@ def apart_from_caller(function: Callable[..., T], *args: Any) -> T:
 
 
 def _with_defaults(function: Callable[..., T], *args: Any) -> T:
-    """The same for what all threads share: the default dtype and device, random states, warnings, anomaly detection."""
+    """The same for what all threads share.
+
+    That is the default dtype and device, random states, warnings, anomaly detection and hooks on all modules.
+    """
     state, dtype, generator = random.getstate(), torch.get_default_dtype(), torch.get_rng_state()
     try:
         torch.set_default_dtype(torch.float32)
         quiet, unchecked = warnings.catch_warnings(action="ignore"), torch.autograd.set_detect_anomaly(False)
-        with torch.device("cpu"), quiet, unchecked:
+        with torch.device("cpu"), quiet, unchecked, without_global_hooks():
             return function(*args)
     finally:
         random.setstate(state)

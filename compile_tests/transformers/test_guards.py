@@ -113,6 +113,25 @@ def test_a_hook_on_all_modules_sees_all_of_them() -> None:
     assert model(input_ids=ids, labels=ids).logits is None
 
 
+def test_a_hook_on_all_modules_while_patching() -> None:
+    """A trial does not call it, so the scale of the logits is the model's own after the hook is gone."""
+    model, original, ids = small_model("Llama"), small_model("Llama"), tokens(2, 9)
+    original.load_state_dict(model.state_dict())
+    called: list[nn.Module] = []
+
+    def doubles(module: nn.Module, args: Any, output: Any) -> Any:
+        called.append(module)
+        return 2 * output if isinstance(output, Tensor) else None
+
+    hook = register_module_forward_hook(doubles)
+    try:
+        patch(model)
+    finally:
+        hook.remove()
+    assert not called
+    assert_same_training(model, original, input_ids=ids, labels=ids)
+
+
 def test_a_hook_on_a_criterion() -> None:
     model = built(transformers.DistilBertForMaskedLM)
     original, ids = copy.deepcopy(model), tokens(2, 9).clamp(max=98)

@@ -1,6 +1,8 @@
 """The attributes and hooks that a module has of its own."""
 
+import contextlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,3 +52,16 @@ def hooks_of(module: nn.Module) -> list[Any]:
     """The hooks that are registered on a module and on all modules."""
     own = [getattr(module, kind, _unknown) for kind in _KINDS]
     return [hook for hooks in (*own, *_global_hooks) for hook in hooks.values()]
+
+
+@contextlib.contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Hooks on all modules are not called within."""
+    known = [(hooks, hooks.copy()) for hooks in _global_hooks if hooks is not _unknown]
+    for hooks, _ in known:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in known:
+            hooks.update(before)
