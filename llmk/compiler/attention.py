@@ -4,8 +4,7 @@ A mask is a tensor of length times length, and keeps the fast kernels away; keys
 heads that share them are saved for the backward pass as often. The replacement is the same operator without either.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,13 +14,16 @@ from torch.fx import Node
 from llmk.apart import apart_from_caller
 from llmk.compiler.patterns import (
     Arg,
-    Call,
+    Either,
     GraphBuilder,
     KeywordArg,
-    Match,
     NoMatch,
+    Number,
     Pattern,
     RewritePattern,
+    Through,
+    View,
+    With,
     arguments,
     name_of,
     reshape_of,
@@ -36,60 +38,29 @@ aten = torch.ops.aten
 OVERLOAD = aten.scaled_dot_product_attention.default
 
 
-@dataclass(frozen=True)
-class Repeated(Pattern):
-    """Heads [B, KV * n, S, D], each repeated n times in a row, before or after they are moved to the second axis.
+def _repeated(name: str) -> Pattern:
+    """Match heads [B, KV * n, S, D], each repeated n times in a row, before or after they are moved to the second axis.
 
     The tensor without the repeats is captured under `name`, and the axis of its heads under `name_axis`.
     """
-
-    name: str
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        axis = 1
-        transposed = arguments(value, "self", "dim0", "dim1") if name_of(value) == "transpose" else None
-        if transposed is not None and {transposed["dim0"] % 4, transposed["dim1"] % 4} == {1, 2}:
-            match, value, axis = match.with_nodes(value), transposed["self"], 2
-        nodes, source = repeated(value, axis)
-        if source is not None:
-            for inner in match.with_nodes(*nodes).bind(self.name, source):
-                yield from inner.bind(f"{self.name}_axis", axis)
+    axis = Either(1, 2, -3, -2)
+    return _repeated_along(1, name) | _repeated_along(2, name).transpose(axis, axis)
 
 
-def repeated(node: Any, axis: int) -> tuple[list[Node], Node | None]:
-    """Return the nodes that repeat the entries of an axis of a tensor with four, and the tensor or None."""
-    if name_of(node) == "repeat_interleave":
-        given = arguments(node, "self", "repeats", "dim", "output_size")
-        if given is None or not isinstance(given.get("repeats"), int) or value_of(given["self"]).dim() != 4:
-            return [node], None
-        return [node], given["self"] if given["dim"] in (axis, axis - 4) else None
-    joined = reshape_of(node)
-    nodes, wide = through_whole_slices(joined, [node])
-    expanded = arguments(wide, "self", "size", "implicit") if name_of(wide) == "expand" else None
-    if joined is None or expanded is None:
-        return [], None
-    nodes, narrow = through_whole_slices(expanded["self"], [*nodes, wide])
-    given = arguments(narrow, "self", "dim") if name_of(narrow) == "unsqueeze" else None
-    if given is None or given["dim"] % 5 != axis + 1:
-        return [], None
-    nodes, source = through_whole_slices(given["self"], [*nodes, narrow])
-    shape, new = list(value_of(source).shape), list(value_of(wide).shape)
-    if len(shape) != 4 or len(new) != 5:
-        return [], None
-    times = new.pop(axis + 1)
-    merged = [*shape[:axis], shape[axis] * times, *shape[axis + 1 :]]
-    is_it = same_shape(new, shape) and same_shape(merged, value_of(node).shape)
-    return nodes, source if is_it else None
+def _repeated_along(axis: int, name: str) -> Pattern:
+    heads = KeywordArg(name, lambda x: x.dim() == 4)
+    column = Through(_whole_slice_of, heads).unsqueeze(Either(axis + 1, axis - 4))
+    wide = Through(_whole_slice_of, column).expand(Arg(f"{name}_sizes"))
+    at_once = heads.repeat_interleave(Number(f"{name}_times"), Either(axis, axis - 4), output_size=Arg(f"{name}_width"))
+    return With(f"{name}_axis", axis, View(reshape_of, Through(_whole_slice_of, wide)) | at_once)
 
 
-def through_whole_slices(node: Any, nodes: list[Node]) -> tuple[list[Node], Any]:
-    """Return the tensor below slices that take all of it, with these slices added to the nodes."""
-    while name_of(node) == "slice":
-        given = arguments(node, "self", "dim", "start", "end")
-        if given is None or not same_shape(value_of(node).shape, value_of(given["self"]).shape):
-            break
-        nodes, node = [*nodes, node], given["self"]
-    return nodes, node
+def _whole_slice_of(node: Any) -> Node | None:
+    """Return the tensor of which a slice takes all."""
+    given = arguments(node, "self", "dim", "start", "end") if name_of(node) == "slice" else None
+    if given is None or not same_shape(value_of(node).shape, value_of(given["self"]).shape):
+        return None
+    return given["self"]
 
 
 def hides_the_future(mask: Node, query: Tensor, key: Tensor) -> bool:
@@ -171,21 +142,13 @@ def may_share(query: Tensor, value: Tensor) -> bool:
 
 def _attention(key: Pattern, value: Pattern, mask: Any) -> RewritePattern:
     options = {"scale": Arg("scale"), "enable_gqa": Arg("enable_gqa")}
-    pattern = Call(
-        "scaled_dot_product_attention",
-        KeywordArg("query"),
-        key,
-        value,
-        mask,
-        Arg("dropout_p"),
-        Arg("is_causal"),
-        **options,
-    )
-    return RewritePattern(results=(pattern,), build=_build)
+    given = key, value, mask, Arg("dropout_p"), Arg("is_causal")
+    attention = KeywordArg("query").scaled_dot_product_attention(*given, **options)
+    return RewritePattern(results=(attention,), build=_build)
 
 
 ATTENTION = (
-    _attention(Repeated("key"), Repeated("value"), KeywordArg("mask")),
+    _attention(_repeated("key"), _repeated("value"), KeywordArg("mask")),
     _attention(KeywordArg("key"), KeywordArg("value"), KeywordArg("mask")),
-    _attention(Repeated("key"), Repeated("value"), None),
+    _attention(_repeated("key"), _repeated("value"), None),
 )

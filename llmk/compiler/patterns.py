@@ -1,8 +1,8 @@
 """Patterns over the nodes of a graph of ATen's operators: they match a computation that an operator of llmk replaces.
 
-A pattern is written as the computation itself: `Call("mul", X, Call("sigmoid", X))`. It matches by structure: names of
-ATen's operators without their overloads, arguments by the schema, sums and products in either order. Shapes and dtypes
-are not part of it: the backend compares them with the operator's own results when it puts the operator in.
+A pattern is written as the computation itself: `x * x.sigmoid()`, where x is a `KeywordArg`. It matches by structure:
+names of ATen's operators without their overloads, arguments by the schema, sums and products in either order. Shapes
+and dtypes are not part of it: the backend compares them with the operator's own results when it puts the operator in.
 
 `KeywordArg`, `Arg` and `Match` are named after those of `torch._inductor.pattern_matcher`. Both kinds of arguments have
 a name here, and a `Match` finds the same value under it everywhere.
@@ -10,12 +10,13 @@ a name here, and a `Match` finds the same value under it everywhere.
 This file imports private names alone, so that the files of operators can import it.
 """
 
+import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
@@ -195,24 +196,63 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class Pattern:
-    """A pattern of a node or of an argument."""
+    """A pattern of a node or of an argument, written as plain PyTorch.
 
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        """Yield every way in which the pattern matches `value`, each added to a match of other patterns."""
-        raise NotImplementedError
+    `x + y`, `-x` and their like are the operators of ATen for them, and `x.NAME(...)` is a `Call` of NAME.
+
+    Attributes:
+        find: `find(value, match)` yields every way in which the pattern matches `value`, each added to a match of
+            other patterns.
+    """
+
+    def __init__(self, find: Callable[[Any, Match], Iterator[Match]]) -> None:
+        self.find = find
 
     def __or__(self, other: Any) -> "Pattern":
         return Either(self, other)
 
+    def __add__(self, other: Any) -> "Pattern":
+        return Call("add", self, other)
 
-def find(pattern: Any, value: Any, match: Match) -> Iterator[Match]:
+    def __sub__(self, other: Any) -> "Pattern":
+        return Call("sub", self, other)
+
+    def __mul__(self, other: Any) -> "Pattern":
+        return Call("mul", self, other)
+
+    def __truediv__(self, other: Any) -> "Pattern":
+        return Call("div", self, other)
+
+    def __neg__(self) -> "Pattern":
+        return Call("neg", self)
+
+    def __getattr__(self, name: str) -> Callable[..., "Pattern"]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return functools.partial(Call, name, self)
+
+
+P = ParamSpec("P")
+
+
+def pattern(find: Callable[Concatenate[Any, Match, P], Iterator[Match]]) -> Callable[P, Pattern]:
+    """Make a kind of pattern of how it is found: `find(value, match, *args)` with the arguments of the kind."""
+
+    @functools.wraps(find)
+    def make(*args: P.args, **kwargs: P.kwargs) -> Pattern:
+        return Pattern(lambda value, match: find(value, match, *args, **kwargs))
+
+    return make
+
+
+def find(wanted: Any, value: Any, match: Match) -> Iterator[Match]:
     """Do what `Pattern.find` does, where a list stands for its entries and any other value for itself."""
-    if isinstance(pattern, Pattern):
-        yield from pattern.find(value, match)
-    elif isinstance(pattern, list | tuple):
-        if isinstance(value, list | tuple) and len(value) == len(pattern):
-            yield from _find_all(list(zip(pattern, value, strict=True)), match)
-    elif pattern is value or _equal(pattern, value):
+    if isinstance(wanted, Pattern):
+        yield from wanted.find(value, match)
+    elif isinstance(wanted, list | tuple):
+        if isinstance(value, list | tuple) and len(value) == len(wanted):
+            yield from _find_all(list(zip(wanted, value, strict=True)), match)
+    elif wanted is value or _equal(wanted, value):
         yield match
 
 
@@ -224,158 +264,118 @@ def _find_all(pairs: list[tuple[Any, Any]], match: Match) -> Iterator[Match]:
         yield from _find_all(pairs[1:], first)
 
 
-@dataclass(frozen=True)
-class KeywordArg(Pattern):
+@pattern
+def KeywordArg(
+    value: Any, match: Match, /, name: str, where: Callable[[Tensor], bool] = lambda _: True
+) -> Iterator[Match]:
     """A tensor under a name, everywhere the same one, for which `where` is true."""
-
-    name: str
-    where: Callable[[Tensor], bool] = lambda _: True
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        if isinstance(value, Node) and isinstance(value_of(value), Tensor) and self.where(value_of(value)):
-            for inner in match.bind(self.name, value):
-                yield replace(inner, inputs=(*inner.inputs, value))
+    if isinstance(value, Node) and isinstance(value_of(value), Tensor) and where(value_of(value)):
+        for inner in match.bind(name, value):
+            yield replace(inner, inputs=(*inner.inputs, value))
 
 
-@dataclass(frozen=True)
-class Number(Pattern):
+@pattern
+def Number(value: Any, match: Match, /, name: str) -> Iterator[Match]:
     """A number under a name, which the graph has as a constant."""
-
-    name: str
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        number = constant_of(value)
-        if number is not None:
-            yield from match.bind(self.name, number)
+    number = constant_of(value)
+    if number is not None:
+        yield from match.bind(name, number)
 
 
-@dataclass(frozen=True)
-class Arg(Pattern):
+@pattern
+def Arg(value: Any, match: Match, /, name: str) -> Iterator[Match]:
     """Any argument under a name: a tensor, a number, None, a list or a dtype."""
-
-    name: str
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        yield from match.bind(self.name, value)
+    yield from match.bind(name, value)
 
 
-class Call(Pattern):
+@pattern
+def Call(value: Any, match: Match, /, name: str, *args: Any, **kwargs: Any) -> Iterator[Match]:
     """A call of an operator of ATen, or of llmk by `llmk::`. Arguments that are not mentioned have their defaults.
 
     Its form that writes into its first argument, such as `add_`, is the same call: it is replaced where nobody else has
     that memory.
     """
-
-    def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
-        self.name, self.args, self.kwargs = name, args, kwargs
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        if name_of(value) not in (self.name, f"{self.name}_"):
-            return
-        names = [argument.name for argument in schema_of(value.target).arguments]
-        wanted = dict(zip(names, self.args, strict=False)) | self.kwargs
-        given = arguments(value, *wanted)
-        if len(self.args) > len(names) or given is None or len(given) < len(wanted):
-            return
-        pairs = [(pattern, given[name]) for name, pattern in wanted.items()]
-        orders = [pairs]
-        if self.name in COMMUTATIVE:
-            (a, x), (b, y), *rest = pairs
-            orders.append([(a, y), (b, x), *rest])
-        for order in orders:
-            yield from _find_all(order, match.with_nodes(value))
+    if name_of(value) not in (name, f"{name}_"):
+        return
+    names = [argument.name for argument in schema_of(value.target).arguments]
+    wanted = dict(zip(names, args, strict=False)) | kwargs
+    given = arguments(value, *wanted)
+    if len(args) > len(names) or given is None or len(given) < len(wanted):
+        return
+    pairs = [(inner, given[argument]) for argument, inner in wanted.items()]
+    orders = [pairs]
+    if name in COMMUTATIVE:
+        (a, x), (b, y), *rest = pairs
+        orders.append([(a, y), (b, x), *rest])
+    for order in orders:
+        yield from _find_all(order, match.with_nodes(value))
 
 
-@dataclass(frozen=True)
-class Result(Pattern):
+@pattern
+def Result(value: Any, match: Match, /, index: int, of: Pattern) -> Iterator[Match]:
     """One of the results of the pattern, which gives a tuple; results that nobody reads are taken in with it."""
-
-    index: int
-    pattern: Pattern
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        item = item_of(value)
-        if item is not None and item[1] == self.index:
-            unread = (user for user in item[0].users if item_of(user) is not None and not user.users)
-            yield from find(self.pattern, item[0], match.with_nodes(value, *unread))
+    item = item_of(value)
+    if item is not None and item[1] == index:
+        unread = (user for user in item[0].users if item_of(user) is not None and not user.users)
+        yield from find(of, item[0], match.with_nodes(value, *unread))
 
 
-class Either(Pattern):
+@pattern
+def Either(value: Any, match: Match, /, *patterns: Any) -> Iterator[Match]:
     """Any of several patterns, tried in their order."""
-
-    def __init__(self, *patterns: Any) -> None:
-        self.patterns = patterns
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for pattern in self.patterns:
-            yield from find(pattern, value, match)
+    for one in patterns:
+        yield from find(one, value, match)
 
 
-@dataclass(frozen=True)
-class View(Pattern):
+@pattern
+def View(value: Any, match: Match, /, source: Callable[[Any], Node | None], shown: Any) -> Iterator[Match]:
     """A node that shows the pattern in another way: `source(node)` is what it shows, or None."""
-
-    source: Callable[[Any], Node | None]
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        source = self.source(value)
-        if source is not None:
-            yield from find(self.pattern, source, match.with_nodes(value))
+    before = source(value)
+    if before is not None:
+        yield from find(shown, before, match.with_nodes(value))
 
 
-@dataclass(frozen=True)
-class Through(Pattern):
+@pattern
+def Through(value: Any, match: Match, /, source: Callable[[Any], Node | None], shown: Any) -> Iterator[Match]:
     """The pattern, after any number of nodes that show it in another way, all of which are passed over."""
-
-    source: Callable[[Any], Node | None]
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        while (source := self.source(value)) is not None:
-            match, value = match.with_nodes(value), source
-        yield from find(self.pattern, value, match)
+    while (before := source(value)) is not None:
+        match, value = match.with_nodes(value), before
+    yield from find(shown, value, match)
 
 
-class Input(Through):
+def Input(read: Any) -> Pattern:
     """The pattern, read in its own dtype or in one that holds all of its numbers.
 
     A cast that changes no number is passed over; a cast that rounds is the input itself.
     """
-
-    def __init__(self, pattern: Any) -> None:
-        super().__init__(lambda node: None if is_narrowing(node) else cast_of(node), pattern)
+    return Through(lambda node: None if is_narrowing(node) else cast_of(node), read)
 
 
-@dataclass(frozen=True)
-class Cast(Pattern):
+@pattern
+def Cast(value: Any, match: Match, /, cast: Any) -> Iterator[Match]:
     """The pattern, or a cast of its result to a dtype that one of its inputs is in.
 
     A result that is computed in float32 from 16 bits and rounded to 16 bits may be rounded once, by an operator that
     takes 16 bits. One that is computed from float32 may not: the operator would read its input in 16 bits. A cast there
     and back is not passed over either, since it rounds on purpose.
     """
-
-    pattern: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        read_before, widened = len(match.inputs), False
-        rounded: tuple[torch.dtype, ...] = ()
-        stops = []
-        while (source := cast_of(value)) is not None:
-            if is_narrowing(value):
-                stops.append((rounded, match, value))  # the rounded tensor may be the one that is read
-                if widened:
-                    break
-                rounded = (*rounded, value_of(value).dtype)
-            widened = widened or value_of(source).dtype.itemsize < value_of(value).dtype.itemsize
-            match, value = match.with_nodes(value), source
-        else:
-            stops.append((rounded, match, value))
-        for dtypes, before, at in reversed(stops):
-            for inner in find(self.pattern, at, before):
-                if {value_of(node).dtype for node in inner.inputs[read_before:]}.issuperset(dtypes):
-                    yield inner
+    read_before, widened = len(match.inputs), False
+    rounded: tuple[torch.dtype, ...] = ()
+    stops = []
+    while (source := cast_of(value)) is not None:
+        if is_narrowing(value):
+            stops.append((rounded, match, value))  # the rounded tensor may be the one that is read
+            if widened:
+                break
+            rounded = (*rounded, value_of(value).dtype)
+        widened = widened or value_of(source).dtype.itemsize < value_of(value).dtype.itemsize
+        match, value = match.with_nodes(value), source
+    else:
+        stops.append((rounded, match, value))
+    for dtypes, before, at in reversed(stops):
+        for inner in find(cast, at, before):
+            if {value_of(node).dtype for node in inner.inputs[read_before:]}.issuperset(dtypes):
+                yield inner
 
 
 def is_last(dims: Any, tensor: Tensor) -> bool:
@@ -392,26 +392,21 @@ def reshape_of(node: Any) -> Node | None:
     return None if given is None else given["self"]
 
 
-@dataclass(frozen=True)
-class Then(Pattern):
+@pattern
+def Then(value: Any, match: Match, /, first: Any, then: Callable[[Any, Match], Iterable[Match]]) -> Iterator[Match]:
     """The pattern, and for each of its matches at a node those that `then(node, match)` makes of it."""
-
-    pattern: Any
-    then: Callable[[Any, Match], Iterable[Match]]
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for inner in find(self.pattern, value, match):
-            yield from self.then(value, inner)
+    for inner in find(first, value, match):
+        yield from then(value, inner)
 
 
-def With(name: str, constant: Any, pattern: Any) -> Pattern:
+def With(name: str, constant: Any, first: Any) -> Pattern:
     """The pattern, and a constant under a name, which tells the alternatives of a pattern apart."""
-    return Then(pattern, lambda _, match: match.bind(name, constant))
+    return Then(first, lambda _, match: match.bind(name, constant))
 
 
-def Named(name: str, pattern: Any) -> Pattern:
+def Named(name: str, first: Any) -> Pattern:
     """The pattern, and the node that it matches under a name."""
-    return Then(pattern, lambda node, match: match.bind(name, node))
+    return Then(first, lambda node, match: match.bind(name, node))
 
 
 class NoMatch(Exception):

@@ -6,8 +6,8 @@ results are stacked is the computation of all rows.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from llmk.compiler.patterns import (
     is_last,
     item_of,
     name_of,
+    pattern,
     reshape_of,
     same,
     same_shape,
@@ -43,14 +44,14 @@ IN_FLOAT32 = Either(None, torch.float32)
 """The dtype of a sum: the tensor's own, or the one that operators compute in."""
 
 
-def Where(test: Callable[[Node], bool], pattern: Any) -> Pattern:
+def Where(test: Callable[[Node], bool], at: Any) -> Pattern:
     """The pattern at a node for which `test` is true."""
-    return Then(pattern, lambda node, match: [match] if test(node) else [])
+    return Then(at, lambda node, match: [match] if test(node) else [])
 
 
-def Of(name: str, source: Any, pattern: Any) -> Pattern:
+def Of(name: str, source: Any, of: Any) -> Pattern:
     """The pattern, and another one for what it has captured under a name, perhaps at several places."""
-    return Then(pattern, lambda _, match: find(source, match.values[name], match))
+    return Then(of, lambda _, match: find(source, match.values[name], match))
 
 
 def over_last_axis(node: Node) -> bool:
@@ -59,15 +60,25 @@ def over_last_axis(node: Node) -> bool:
     return is_last(given["dim"], value_of(given.get("self", node)))
 
 
-def reciprocal(x: Any) -> Pattern:
+def reciprocal(x: Pattern) -> Pattern:
     """Match 1 / x."""
-    inverse = Call("reciprocal", x)
-    return inverse | Call("mul", inverse, 1) | Call("div", 1, x) | Call("pow", x, -1)
+    inverse = x.reciprocal()
+    return inverse | inverse * 1 | Call("div", 1, x) | x.pow(-1)
 
 
-def over(x: Any, y: Any) -> Pattern:
+def over(x: Pattern, y: Pattern) -> Pattern:
     """Match x / y."""
-    return Call("div", x, y) | Call("mul", x, Cast(reciprocal(y)))
+    return x / y | x * Cast(reciprocal(y))
+
+
+def square(x: Pattern) -> Pattern:
+    """Match x^2."""
+    return x.pow(2) | x * x | x.square()
+
+
+def silu(x: Pattern) -> Pattern:
+    """Match x * sigmoid(x)."""
+    return x.silu() | x * x.sigmoid()
 
 
 def axis_back(node: Any) -> Node | None:
@@ -93,32 +104,24 @@ def first_of_last(node: Any) -> Node | None:
     return given["self"] if is_last(given["dim"], value_of(given["self"])) else None
 
 
-@dataclass(frozen=True)
-class Mean(Pattern):
+@pattern
+def Mean(value: Any, match: Match, /, x: Pattern, dim: Any, keepdim: Any = True) -> Iterator[Match]:
     """The mean of the pattern over some axes, also as a sum over the number of elements or times a part of one."""
-
-    pattern: Any
-    dim: Any
-    keepdim: bool = True
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        yield from find(self._over_axes("mean"), value, match)
-        given = arguments(value, "self", "other") if name_of(value) in ("div", "mul") else None
-        if given is None:
-            return
-        total, number = given.values()
-        if name_of(value) == "mul" and not isinstance(total, Node):
-            total, number = number, total
-        count = _summed_elements(total)
-        number = value_of(number)
-        if count is None or not _divides(name_of(value), number, count):
-            return
-        if isinstance(count, int):  # a trial with another size would need another number
-            match = replace(match, sizes=(*match.sizes, count))
-        yield from find(self._over_axes("sum"), total, match.with_nodes(value))
-
-    def _over_axes(self, name: str) -> Pattern:
-        return Call(name, self.pattern, self.dim, self.keepdim, dtype=IN_FLOAT32)
+    options = {"dim": dim, "keepdim": keepdim, "dtype": IN_FLOAT32}
+    yield from find(x.mean(**options), value, match)
+    given = arguments(value, "self", "other") if name_of(value) in ("div", "mul") else None
+    if given is None:
+        return
+    total, number = given.values()
+    if name_of(value) == "mul" and not isinstance(total, Node):
+        total, number = number, total
+    count = _summed_elements(total)
+    number = value_of(number)
+    if count is None or not _divides(name_of(value), number, count):
+        return
+    if isinstance(count, int):  # a trial with another size would need another number
+        match = replace(match, sizes=(*match.sizes, count))
+    yield from find(x.sum(**options), total, match.with_nodes(value))
 
 
 def _summed_elements(node: Any) -> Any:
@@ -177,23 +180,17 @@ def part_nodes(node: Node) -> tuple[Node, ...]:
     return (node,) if item is None else (node, item[0])
 
 
-@dataclass(frozen=True)
-class Half(Pattern):
+@pattern
+def Half(value: Any, match: Match, /, x: Any, second: bool, interleaved: bool = False) -> Iterator[Match]:
     """The first half of the last axis of the pattern, or the second.
 
     The features 0, 2, ... are the first interleaved half, and 1, 3, ... the second.
     """
-
-    pattern: Any
-    second: bool
-    interleaved: bool = False
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        found = _taken_apart(value, -1 if self.interleaved else -2, self.second)
-        found = found or (_every_other_of(value, self.second) if self.interleaved else _side_of(value, self.second))
-        if found is not None:
-            source, *nodes = found
-            yield from find(self.pattern, source, match.with_nodes(*nodes))
+    found = _taken_apart(value, -1 if interleaved else -2, second)
+    found = found or (_every_other_of(value, second) if interleaved else _side_of(value, second))
+    if found is not None:
+        source, *nodes = found
+        yield from find(x, source, match.with_nodes(*nodes))
 
 
 def _side_of(node: Any, second: bool) -> tuple[Node, ...] | None:
@@ -254,34 +251,23 @@ def transposed_from(node: Any) -> Node | None:
     return given["self"] if order == [*range(rank - 2), *last] else None
 
 
-@dataclass(frozen=True)
-class Einsum(Pattern):
+@pattern
+def Einsum(value: Any, match: Match, /, x: Any, rows: Any, columns: Any) -> Iterator[Match]:
     """The product of a tensor's last axis and a matrix, by `einsum`: `rows` is read as [V, H], `columns` as [H, V]."""
-
-    input: Any
-    rows: Any
-    columns: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        given = arguments(value, "equation", "tensors") if name_of(value) == "einsum" else None
-        if given is None or len(given["tensors"]) != 2:
-            return
-        inputs, arrow, result = given["equation"].replace(" ", "").partition("->")
-        a, _, b = inputs.partition(",")
-        x, y = given["tensors"]
-        for of_input, tensor, of_matrix, matrix in ((a, x, b, y), (b, y, a, x)):
-            pattern = self._matrix(of_input, of_matrix, result) if arrow else None
-            if pattern is not None:
-                for inner in find(self.input, tensor, match.with_nodes(value)):
-                    yield from find(pattern, matrix, inner)
-
-    def _matrix(self, of_input: str, of_matrix: str, result: str) -> Any:
-        """Return the pattern of the matrix, if the equation is that of a linear layer."""
+    given = arguments(value, "equation", "tensors") if name_of(value) == "einsum" else None
+    if given is None or len(given["tensors"]) != 2:
+        return
+    inputs, arrow, result = given["equation"].replace(" ", "").partition("->")
+    a, _, b = inputs.partition(",")
+    first, second = given["tensors"]
+    for of_input, tensor, of_matrix, matrix in ((a, first, b, second), (b, second, a, first)):
         batch, summed, new = of_input[:-1], of_input[-1:], result[-1:]
         axes = batch.replace("...", "")
-        if result[:-1] != batch or new in of_input or len({*axes, summed}) != len(axes) + 1:
-            return None
-        return {new + summed: self.rows, summed + new: self.columns}.get(of_matrix)
+        is_linear = arrow and result[:-1] == batch and new not in of_input and len({*axes, summed}) == len(axes) + 1
+        wanted = {new + summed: rows, summed + new: columns}.get(of_matrix) if is_linear else None
+        if wanted is not None:
+            for inner in find(x, tensor, match.with_nodes(value)):
+                yield from find(wanted, matrix, inner)
 
 
 def _is_matrix(x: Tensor) -> bool:
@@ -295,39 +281,31 @@ def linear(input: str, weight: str, bias: str) -> Pattern:
     """
     x, w, b = KeywordArg(input), KeywordArg(weight, _is_matrix), KeywordArg(bias)
     columns = View(transposed_from, w) | With("of_columns", True, w)
-    bare = Call("linear", x, w, None) | Call("matmul", x, columns) | Call("mm", x, columns) | Einsum(x, w, columns)
-    return bare | Call("linear", x, w, b) | Call("addmm", b, x, columns) | Call("add", bare, b)
+    bare = x.linear(w, None) | x.matmul(columns) | x.mm(columns) | Einsum(x, w, columns)
+    return bare | x.linear(w, b) | b.addmm(x, columns) | bare + b
 
 
-def chosen(x: Any, axis: Any, index: Any) -> Pattern:
+def chosen(x: Pattern, axis: Any, index: Any) -> Pattern:
     """Match the elements of the pattern at some indices along an axis."""
-    return Call("gather", x, axis, index) | Call("take_along_dim", x, index, axis)
+    return x.gather(axis, index) | x.take_along_dim(index, axis)
 
 
-@dataclass(frozen=True)
-class AtPlaces(Pattern):
+@pattern
+def AtPlaces(value: Any, match: Match, /, x: Any, index: Any) -> Iterator[Match]:
     """One element of each row of the pattern: it is indexed by a range for every axis but the last."""
-
-    pattern: Any
-    index: Any
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        given = arguments(value, "self", "indices") if name_of(value) == "index" else None
-        if given is None or len(given["indices"]) != value_of(given["self"]).dim():
-            return
-        *ranges, last = given["indices"]
-        rows = value_of(given["self"]).shape[:-1]
-        if all(isinstance(x, Node) and _is_whole(x) for x in given["indices"]) and self._are_ranges(
-            value, ranges, rows
-        ):
-            for inner in find(self.pattern, given["self"], match.with_nodes(value)):
-                yield from find(self.index, last, inner)
-
-    @staticmethod
-    def _are_ranges(node: Node, ranges: list[Node], rows: Sequence[Any]) -> bool:
-        """Return True if the node has one element for each row, and each index is the position along its axis."""
-        is_whole = same_shape(value_of(node).shape, rows)
-        return is_whole and all(_counts(x, i, rows) for i, x in enumerate(ranges))
+    given = arguments(value, "self", "indices") if name_of(value) == "index" else None
+    if given is None or len(given["indices"]) != value_of(given["self"]).dim():
+        return
+    *ranges, last = given["indices"]
+    rows = value_of(given["self"]).shape[:-1]
+    are_places = all(isinstance(place, Node) and _is_whole(place) for place in given["indices"])
+    if (
+        are_places
+        and same_shape(value_of(value).shape, rows)
+        and all(_counts(place, axis, rows) for axis, place in enumerate(ranges))
+    ):
+        for inner in find(x, given["self"], match.with_nodes(value)):
+            yield from find(index, last, inner)
 
 
 def _is_whole(node: Node) -> bool:
@@ -351,41 +329,25 @@ def _are_positions(node: Node, axis: int, shape: tuple[Any, ...]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _RowOf(Pattern):
+@pattern
+def _RowOf(value: Any, match: Match, /, name: str, row: int, rows: int) -> Iterator[Match]:
     """Row `row` of the first axis of a tensor of `rows` rows, under its name."""
-
-    name: str
-    row: int
-    rows: int
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        item, index = item_of(value) or (value, None)
-        given = arguments(item, "self", "dim", "index") if name_of(item) in ("select", "unbind") else None
-        if given is None or given["dim"] != 0 or given.get("index", index) != self.row:
-            return
-        if same(value_of(given["self"]).shape[0], self.rows):
-            yield from match.with_nodes(*{value, item}).bind(self.name, given["self"])
+    item, index = item_of(value) or (value, None)
+    given = arguments(item, "self", "dim", "index") if name_of(item) in ("select", "unbind") else None
+    if given is None or given["dim"] != 0 or given.get("index", index) != row:
+        return
+    if same(value_of(given["self"]).shape[0], rows):
+        yield from match.with_nodes(*{value, item}).bind(name, given["self"])
 
 
-@dataclass(frozen=True)
-class EachRow(Pattern):
+@pattern
+def EachRow(value: Any, match: Match, /, of_row: Callable[[Callable[[str], Pattern]], Pattern]) -> Iterator[Match]:
     """A stack of the results of one computation, made of each row of the first axis of some tensors by itself.
 
     `of_row(row)` is the pattern of one; `row(name)` in it is the row of the tensor that is captured under the name.
     """
-
-    of_row: Callable[[Callable[[str], Pattern]], Pattern]
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        given = arguments(value, "tensors", "dim") if name_of(value) == "stack" else None
-        if given is not None and given["dim"] == 0:
-            yield from self._find_rows(given["tensors"], 0, match.with_nodes(value))
-
-    def _find_rows(self, rows: Any, first: int, match: Match) -> Iterator[Match]:
-        if first == len(rows):
-            yield match
-            return
-        pattern = self.of_row(lambda name: _RowOf(name, first, len(rows)))
-        for inner in find(pattern, rows[first], match):
-            yield from self._find_rows(rows, first + 1, inner)
+    given = arguments(value, "tensors", "dim") if name_of(value) == "stack" else None
+    if given is not None and given["dim"] == 0:
+        count = len(given["tensors"])
+        each = [of_row(lambda name, i=i: _RowOf(name, i, count)) for i in range(count)]
+        yield from find(each, given["tensors"], match.with_nodes(value))

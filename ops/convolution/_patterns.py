@@ -9,7 +9,6 @@ from torch.fx import Node
 
 from llmk.compiler.patterns import (
     Arg,
-    Call,
     Cast,
     GraphBuilder,
     Input,
@@ -28,7 +27,7 @@ from llmk.compiler.patterns import (
     value_of,
     widened,
 )
-from llmk.compiler.spellings import Where, bounded, transposed_from
+from llmk.compiler.spellings import Where, bounded, silu, transposed_from
 from llmk.registry.private.compilers import statically_known_true
 
 aten = torch.ops.aten
@@ -48,16 +47,15 @@ def _beginning_of(node: Any) -> Node | None:
 
 
 def _silu(x: Pattern) -> Pattern:
-    x = Named("convolved", x)
-    return With("activation", "silu", Call("silu", x) | Call("mul", x, Call("sigmoid", x)))
+    return With("activation", "silu", silu(Named("convolved", x)))
 
 
 def _causal_conv1d() -> Pattern:
     x = Input(KeywordArg("input"))
-    padded = Call("pad", x, Arg("pad"), value=Arg("fill")) | Call("constant_pad_nd", x, Arg("pad"), Arg("fill"))
-    weight = Input(Call("unsqueeze", Input(KeywordArg("taps")), 1) | KeywordArg("weight"))
+    padded = x.pad(Arg("pad"), value=Arg("fill")) | x.constant_pad_nd(Arg("pad"), Arg("fill"))
+    weight = Input(Input(KeywordArg("taps")).unsqueeze(1) | KeywordArg("weight"))
     bias = Input(KeywordArg("bias")) | None
-    convolved = Cast(Where(_is_of_each_channel, Call("conv1d", padded | x, weight, bias, *map(Arg, OPTIONS))))
+    convolved = Cast(Where(_is_of_each_channel, (padded | x).conv1d(weight, bias, *map(Arg, OPTIONS))))
     beginning = Cast(Through(_beginning_of, convolved))
     transposed = With("transposed", True, View(transposed_from, beginning))
     return Cast(_silu(beginning) | _silu(transposed)) | Through(_beginning_of, _silu(convolved)) | beginning

@@ -8,7 +8,7 @@ Masks of rows whose pair has no expert, and clamps of the indices of such rows, 
 pairs no expert either.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,17 +28,18 @@ from llmk.compiler.patterns import (
     Pattern,
     Result,
     RewritePattern,
+    Then,
     Through,
     View,
     With,
     arguments,
-    find,
     name_of,
+    pattern,
     reshape_of,
     same_shape,
     value_of,
 )
-from llmk.compiler.spellings import Half, Of, transposed_from
+from llmk.compiler.spellings import Half, Of, Where, silu, square, transposed_from
 
 PRODUCTS = "_grouped_mm", "transformers::grouped_mm_fallback"
 WHOLE = torch.int32, torch.int64
@@ -72,77 +73,70 @@ def _counts(node: Any) -> bool:
     return given is not None and (given.get("start", 0), given.get("step", 1)) == (0, 1)
 
 
-class _TokenOfPair(Pattern):
-    """The token of each pair, [N], by repeating each token K times."""
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        for inner in find(
-            View(reshape_of, Named("tokens", Call("expand", KeywordArg("token"), Arg("sizes")))), value, match
-        ):
-            wide, token = inner.values["tokens"], inner.values["token"]
-            column = arguments(token, "self", "dim") if name_of(token) == "unsqueeze" else None
-            if column is None or column["dim"] not in (1, -1) or not _counts(column["self"]):
-                continue
-            if value_of(wide).dim() == 2:
-                yield from inner.with_nodes(token, column["self"]).bind("top_k", value_of(wide).shape[1])
+@pattern
+def _Node(value: Any, match: Match, /, test: Callable[[Any], bool]) -> Iterator[Match]:
+    """A node for which `test` is true, whatever it reads."""
+    if test(value):
+        yield match.with_nodes(value)
 
 
-class _Inverse(Pattern):
-    """The inverse of `perm`, by sorting it, or by putting 0, 1, 2, ... at its indices."""
+def _token_of_pair() -> Pattern:
+    """Match the token of each pair, [N], by repeating each token K times."""
+    table = Named("tokens", _Node(_counts).unsqueeze(Either(1, -1)).expand(Arg("sizes")))
+    return Then(
+        View(reshape_of, table), lambda _, match: match.bind("top_k", value_of(match.values["tokens"]).shape[-1])
+    )
 
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        yield from find(_order(PERM, "stable_back"), value, match)
-        given = arguments(value, "self", "indices", "values") if name_of(value) in ("index_put", "index_put_") else None
-        if given is None:
-            return
-        memory, indices, positions = given["self"], given["indices"], given["values"]
-        if name_of(memory) in ("empty_like", "zeros_like", "empty", "zeros") and _counts(positions):
-            for inner in find([PERM], indices, match.with_nodes(value, memory, positions)):
-                if all(same_shape(value_of(x).shape, value_of(indices[0]).shape) for x in (memory, positions)):
-                    yield inner
+
+def _inverse() -> Pattern:
+    """Match the inverse of `perm`, by sorting it, or by putting 0, 1, 2, ... at its indices."""
+    memory = _Node(lambda node: name_of(node) in ("empty_like", "zeros_like", "empty", "zeros"))
+    return _order(PERM, "stable_back") | Where(_fills, memory.index_put([PERM], _Node(_counts)))
+
+
+def _fills(node: Node) -> bool:
+    """Return True if a node gives each element of some memory a value at an index of its own."""
+    given = arguments(node, "self", "indices", "values") or {}
+    shape = value_of(given["indices"][0]).shape
+    return all(same_shape(value_of(given[name]).shape, shape) for name in ("self", "values"))
 
 
 def _sorted(keys: Pattern, stable: str) -> Pattern:
-    return Call("sort", keys) | Call("sort", keys, stable=Arg(stable))
+    return keys.sort() | keys.sort(stable=Arg(stable))
 
 
 def _order(keys: Pattern, stable: str) -> Pattern:
-    return Result(1, _sorted(keys, stable)) | Call("argsort", keys) | Call("argsort", keys, stable=Arg(stable))
+    return Result(1, _sorted(keys, stable)) | keys.argsort() | keys.argsort(stable=Arg(stable))
 
 
 IDS = KeywordArg("ids", lambda ids: ids.dim() == 1)
 PERM = Named("perm", _order(IDS, "stable"))
-SORTED_IDS = _whole(Result(0, _sorted(IDS, "stable")) | Call("index", IDS, [PERM]))
-WITHIN = SORTED_IDS | Call("clamp", SORTED_IDS, max=Number("last")) | Call("clamp_", SORTED_IDS, max=Number("last"))
-PAIRS_OF = _whole(Call("histc", SORTED_IDS, Number("experts"), 0, Number("last")))
-ENDS = Call("cumsum", PAIRS_OF, Either(0, -1), dtype=Either(*WHOLE))
-OFFSETS = Named("offsets", _whole(ENDS))
-NO_EXPERT = Call("unsqueeze", Call("ge", SORTED_IDS, Number("experts")), Either(1, -1))
+SORTED_IDS = _whole(Result(0, _sorted(IDS, "stable")) | IDS.index([PERM]))
+WITHIN = SORTED_IDS | SORTED_IDS.clamp(max=Number("last"))
+PAIRS_OF = _whole(SORTED_IDS.histc(Number("experts"), 0, Number("last")))
+OFFSETS = Named("offsets", _whole(PAIRS_OF.cumsum(Either(0, -1), dtype=Either(*WHOLE))))
+NO_EXPERT = SORTED_IDS.ge(Number("experts")).unsqueeze(Either(1, -1))
 
 
 def _masked(rows: Pattern) -> Pattern:
-    return rows | Call("masked_fill", rows, NO_EXPERT, 0) | Call("masked_fill_", rows, NO_EXPERT, 0)
+    return rows | rows.masked_fill(NO_EXPERT, 0)
 
 
 def _linear(rows: Pattern, name: str) -> Pattern:
     y = Either(*(Call(product, rows, _matrices(name), OFFSETS) for product in PRODUCTS))
-    bias = Cast(Call("index", KeywordArg(f"{name}_bias"), [WITHIN]))
-    return Cast(_masked(y | Call("add", y, bias) | Call("add_", y, bias)))
+    return Cast(_masked(y | y + Cast(KeywordArg(f"{name}_bias").index([WITHIN]))))
 
 
 def _gated_unit(gate: Pattern, up: Pattern) -> Pattern:
-    relu = Call("relu", gate)
-    squared = Call("pow", relu, 2) | Call("square", relu) | Call("mul", relu, relu)
-    scaled = Call("mul", gate, Call("sigmoid", Call("mul", gate, Number("alpha"))))
-    silu = Call("silu", gate) | Call("mul", gate, Call("sigmoid", gate)) | scaled
-    activated = (
-        With("activation", "silu", silu)
-        | With("activation", "gelu", Call("gelu", gate, approximate="none"))
-        | With("activation", "gelu_tanh", Call("gelu", gate, approximate="tanh"))
-        | With("activation", "relu", relu)
-        | With("activation", "relu_squared", squared)
-    )
-    return Call("mul", Cast(activated), Cast(up | Call("add", up, Number("up_offset"))))
+    activations = {
+        "silu": silu(gate) | gate * (gate * Number("alpha")).sigmoid(),
+        "gelu": gate.gelu(approximate="none"),
+        "gelu_tanh": gate.gelu(approximate="tanh"),
+        "relu": gate.relu(),
+        "relu_squared": square(gate.relu()),
+    }
+    activated = Either(*(With("activation", name, result) for name, result in activations.items()))
+    return Cast(activated) * Cast(up | up + Number("up_offset"))
 
 
 def _gated_units() -> Iterator[Pattern]:
@@ -150,23 +144,21 @@ def _gated_units() -> Iterator[Pattern]:
     for interleaved in (False, True):
         gate, up = Cast(Half(rows, False, interleaved)), Cast(Half(rows, True, interleaved))
         yield With("interleaved", interleaved, _gated_unit(gate, up))
-        gate = Cast(Call("clamp", gate, max=Number("limit")))
-        up = Cast(Call("clamp", up, Number("least"), Number("limit")))
+        gate, up = Cast(gate.clamp(max=Number("limit"))), Cast(up.clamp(Number("least"), Number("limit")))
         yield With("interleaved", interleaved, _gated_unit(gate, up))
 
 
 def _experts() -> Pattern:
     x, top_k = KeywordArg("input"), Number("top_k")
-    by_pair = Call("index", x, [_TokenOfPair()]) | Call("repeat_interleave", x, top_k, 0)
-    token = Call("floor_divide", PERM, top_k) | Call("div", PERM, top_k, rounding_mode="floor")
-    x_rows = Call("index", x, [token]) | Call("index", by_pair, [PERM])
-    rows = _linear(Cast(_masked(Cast(x_rows))), "gate_up")
+    by_pair = x.index([_token_of_pair()]) | x.repeat_interleave(top_k, 0)
+    token = PERM.floor_divide(top_k) | PERM.div(top_k, rounding_mode="floor")
+    rows = _linear(Cast(_masked(Cast(x.index([token]) | by_pair.index([PERM])))), "gate_up")
     y = _linear(Cast(Of("rows", rows, Either(*_gated_units()))), "down")
-    flat = Cast(Call("index", KeywordArg("weights", lambda weights: weights.dim() == 1), [PERM]))
-    column = Call("index", KeywordArg("weights", lambda weights: weights.dim() == 2 and weights.shape[1] == 1), [PERM])
-    weights = Cast(Call("unsqueeze", flat, Either(1, -1)) | column)
-    pairs = Call("index", Cast(_masked(Call("mul", y, weights))), [_Inverse()])
-    return Cast(Call("sum", Cast(Named("by_token", View(reshape_of, pairs))), Either([1], [-2])))
+    flat = Cast(KeywordArg("weights", lambda weights: weights.dim() == 1).index([PERM]))
+    column = KeywordArg("weights", lambda weights: weights.dim() == 2 and weights.shape[1] == 1).index([PERM])
+    weights = Cast(flat.unsqueeze(Either(1, -1)) | column)
+    pairs = Cast(_masked(y * weights)).index([_inverse()])
+    return Cast(Cast(Named("by_token", View(reshape_of, pairs))).sum(Either([1], [-2])))
 
 
 def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:

@@ -30,6 +30,7 @@ from llmk.compiler.patterns import (
     constant_of,
     find,
     name_of,
+    pattern,
     reshape_of,
     same,
     value_of,
@@ -50,17 +51,13 @@ from llmk.ops.loss.patterns import REDUCTIONS, capped, cross_entropy_of, loss_op
 aten = torch.ops.aten
 
 
-class _Rows(Pattern):
+@pattern
+def _Rows(value: Any, match: Match, /, logits: Pattern) -> Iterator[Match]:
     """The pattern, or some of its rows in any arrangement, by views and slices that keep the last axis."""
-
-    def __init__(self, pattern: Any) -> None:
-        self.pattern = pattern
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        while (source := _rows_before(value)) is not None:
-            rows = (*match.values.get("rows", ()), value)
-            match, value = replace(match, values={**match.values, "rows": rows}).with_nodes(value), source
-        yield from find(self.pattern, value, match)
+    while (source := _rows_before(value)) is not None:
+        rows = (*match.values.get("rows", ()), value)
+        match, value = replace(match, values={**match.values, "rows": rows}).with_nodes(value), source
+    yield from find(logits, value, match)
 
 
 AXES = {"slice": ("start", "end", "step"), "select": ("index",), "unsqueeze": (), "squeeze": ()}
@@ -89,22 +86,18 @@ def _is_features(dim: int, name: str, rank: int) -> bool:
     return dim in (-1, rank if name == "unsqueeze" else rank - 1)
 
 
-class _Scaled(Pattern):
+@pattern
+def _Scaled(value: Any, match: Match, /, logits: Pattern) -> Iterator[Match]:
     """The pattern, perhaps times a number or divided by one, also in place: `scale` is the product of these."""
-
-    def __init__(self, pattern: Any) -> None:
-        self.pattern = pattern
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        yield from find(self.pattern, value, match)
-        name = name_of(value).removesuffix("_")
-        given = arguments(value, "self", "other") if name in ("mul", "div") else None
-        number = None if given is None else constant_of(given["other"])
-        if given is None or number is None or (number == 0 and name == "div"):
-            return
-        factor = number if name == "mul" else 1 / number
-        scale = match.values.get("scale", 1.0) * factor
-        yield from self.find(given["self"], replace(match, values={**match.values, "scale": scale}).with_nodes(value))
+    yield from find(logits, value, match)
+    name = name_of(value).removesuffix("_")
+    given = arguments(value, "self", "other") if name in ("mul", "div") else None
+    number = None if given is None else constant_of(given["other"])
+    if given is None or number is None or (number == 0 and name == "div"):
+        return
+    scale = match.values.get("scale", 1.0) * (number if name == "mul" else 1 / number)
+    scaled = replace(match, values={**match.values, "scale": scale}).with_nodes(value)
+    yield from find(_Scaled(logits), given["self"], scaled)
 
 
 def _logits() -> Pattern:
@@ -243,7 +236,7 @@ FUSED_LINEAR_CE = (
 def _log_probabilities() -> Pattern:
     """Match log-probabilities of chosen classes: of `F.log_softmax`, or of the logits less their `logsumexp`."""
     axis, index = Arg("axis"), Arg("index")
-    logarithms = Cast(Call("log_softmax", _logits(), Arg("dim"), dtype=Arg("dtype")))
+    logarithms = Cast(_logits().log_softmax(Arg("dim"), dtype=Arg("dtype")))
     return _log_softmax(logarithms, axis, index) | _of_logits(axis, index)
 
 
@@ -254,19 +247,18 @@ def _log_softmax(x: Pattern, axis: Pattern, index: Pattern) -> Pattern:
 def _of_logits(axis: Pattern, index: Pattern) -> Pattern:
     """Match forms that read the logits more than once."""
     logits, dim = Arg("logits"), Arg("dim")
-    one_by_one = EachRow(lambda row: Where(over_last_axis, Call("logsumexp", row("logits"), Arg("row_dim"))))
-    sums = Call("logsumexp", logits, [dim]) | one_by_one
-    kept = Call("logsumexp", logits, [dim], True) | View(axis_back, sums)
+    one_by_one = EachRow(lambda row: Where(over_last_axis, row("logits").logsumexp(Arg("row_dim"))))
+    sums = logits.logsumexp([dim]) | one_by_one
+    kept = logits.logsumexp([dim], True) | View(axis_back, sums)
     several = chosen(logits, axis, index)
     first = With("squeezed", True, View(first_of_last, several)) | With("at_places", True, AtPlaces(logits, index))
-    less = Call("sub", several, kept) | Call("sub", first, sums)
-    negative = Call("sub", kept, several) | Call("sub", sums, first)
+    less, negative = several - kept | first - sums, kept - several | sums - first
     return Of("logits", _logits(), less | With("negative", True, negative) | EachRow(_of_row))
 
 
 def _of_row(row: Callable[[str], Pattern]) -> Pattern:
     """Match the log-probabilities of chosen classes of one row of logits of three axes."""
-    logarithms = Where(over_last_axis, Call("log_softmax", row("logits"), Arg("row_dim"), dtype=Arg("dtype")))
+    logarithms = Where(over_last_axis, row("logits").log_softmax(Arg("row_dim"), dtype=Arg("dtype")))
     return Where(over_last_axis, chosen(Cast(logarithms), Arg("row_axis"), row("index")))
 
 

@@ -7,8 +7,8 @@ import torch
 
 from llmk.compiler.patterns import (
     Arg,
-    Call,
     Cast,
+    Either,
     GraphBuilder,
     Input,
     KeywordArg,
@@ -25,21 +25,18 @@ REDUCTIONS = ("none", "mean", "sum")
 """Reductions by their numbers in ATen."""
 
 
-def capped(x: Any) -> Pattern:
+def capped(x: Pattern) -> Pattern:
     """Match the pattern, or `softcap * tanh(x / softcap)` of it."""
     cap = Number("softcap")
-    return Cast(Call("mul", Cast(Call("tanh", Cast(Call("div", Cast(x), cap)))), cap)) | Cast(x)
+    return Cast(Cast(Cast(Cast(x) / cap).tanh()) * cap) | Cast(x)
 
 
-def cross_entropy_of(logits: Any) -> Pattern:
+def cross_entropy_of(logits: Pattern) -> Pattern:
     """Match `F.cross_entropy`, or `F.nll_loss` of `F.log_softmax`."""
     options = Arg("target"), Arg("weight"), Arg("reduction"), Arg("ignore_index")
-    logprobs = Call("log_softmax", logits, Arg("dim"), dtype=Arg("dtype"))
-    return (
-        Call("cross_entropy_loss", logits, *options, label_smoothing=Arg("label_smoothing"))
-        | Call("nll_loss", Cast(logprobs), *options)
-        | Call("nll_loss_nd", Cast(logprobs), *options)
-    )
+    logprobs = Cast(logits.log_softmax(Arg("dim"), dtype=Arg("dtype")))
+    whole = logits.cross_entropy_loss(*options, label_smoothing=Arg("label_smoothing"))
+    return whole | logprobs.nll_loss(*options) | logprobs.nll_loss_nd(*options)
 
 
 def loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,13 +89,11 @@ def _build_kl_div(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
 
 def _divergence_by_hand() -> Pattern:
     """Match sums and means of p (log p - x), where log p is there or made by a softmax."""
-    x, scores, axis = KeywordArg("input"), KeywordArg("scores"), Arg("axis")
-    of_logarithms = Call("mul", Call("exp", KeywordArg("target")), Call("sub", KeywordArg("target"), x))
-    of_scores = Call("mul", Call("softmax", scores, axis), Call("sub", Call("log_softmax", scores, axis), x))
-    each = of_logarithms | of_scores
-    by_row = Call("mean", Call("sum", each, [Arg("summed")]))
-    total, mean = Call("sum", each), Call("mean", each)
-    return With("reduction", "batchmean", by_row) | With("reduction", "sum", total) | With("reduction", "mean", mean)
+    x, target, scores, axis = KeywordArg("input"), KeywordArg("target"), KeywordArg("scores"), Arg("axis")
+    each = target.exp() * (target - x) | scores.softmax(axis) * (scores.log_softmax(axis) - x)
+    by_row = each.sum([Arg("summed")]).mean()
+    reductions = {"batchmean": by_row, "sum": each.sum(), "mean": each.mean()}
+    return Either(*(With("reduction", name, total) for name, total in reductions.items()))
 
 
 def _build_divergence_by_hand(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
@@ -131,9 +126,7 @@ CROSS_ENTROPY = (
 )
 KL_DIV = (
     RewritePattern(
-        results=(
-            Call("kl_div", KeywordArg("input"), KeywordArg("target"), Arg("reduction"), log_target=Arg("log_target")),
-        ),
+        results=(KeywordArg("input").kl_div(KeywordArg("target"), Arg("reduction"), log_target=Arg("log_target")),),
         anchor_ops=("kl_div",),
         build=_build_kl_div,
     ),

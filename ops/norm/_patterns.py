@@ -9,8 +9,8 @@ from torch.fx import Node
 
 from llmk.compiler.patterns import (
     Arg,
-    Call,
     Cast,
+    Either,
     GraphBuilder,
     Input,
     KeywordArg,
@@ -34,7 +34,7 @@ from llmk.compiler.patterns import (
     value_of,
     widened,
 )
-from llmk.compiler.spellings import Mean, axis_back, over, reciprocal
+from llmk.compiler.spellings import Mean, axis_back, over, reciprocal, silu, square
 
 ANCHOR_OPS = ("rms_norm", "rsqrt", "sqrt", "pow", "linalg_vector_norm")
 OTHERWISE = (
@@ -83,53 +83,44 @@ def _is_root_of_mean(node: Node) -> bool:
     return eps is not None and name_of(total) in ("mean", "sum", "var", "var_mean")
 
 
-def _square(x: Pattern) -> Pattern:
-    return Call("pow", x, 2) | Call("mul", x, x) | Call("square", x)
+KEPT = Either(True, False)
+"""Whether a statistic keeps its axis."""
 
 
-def _over_root(x: Pattern, statistic: Callable[[bool], Pattern]) -> Pattern:
-    """Match x / sqrt(statistic + eps), where the statistic's axis is kept, or put back somewhere.
-
-    Args:
-        x: What is divided.
-        statistic: `statistic(kept)` is the pattern of the statistic that keeps its axis, or does not.
-    """
-    kept, bare = (Call("add", statistic(keepdim), Number("eps")) for keepdim in (True, False))
-    y = kept | Call("add", View(axis_back, statistic(False)), Number("eps")) | View(axis_back, bare)
-    inverse, root = (one(y) | View(axis_back, one(bare)) for one in (_inverse_root, _root))
-    return Call("mul", x, Cast(inverse)) | over(x, Cast(root | reciprocal(inverse)))
+def _per_row(x: Pattern) -> Pattern:
+    """Match a number for each row, whose axis may be put back behind it."""
+    return x | View(axis_back, x)
 
 
-def _root(y: Pattern) -> Pattern:
-    return Call("sqrt", y) | Call("pow", y, 0.5)
-
-
-def _inverse_root(y: Pattern) -> Pattern:
-    return Call("rsqrt", y) | Call("pow", y, -0.5)
+def _over_root(x: Pattern, statistic: Pattern) -> Pattern:
+    """Match x / sqrt(statistic + eps), where the statistic's axis is kept, or put back somewhere."""
+    y = _per_row(_per_row(statistic) + Number("eps"))
+    inverse, root = _per_row(y.rsqrt() | y.pow(-0.5)), _per_row(y.sqrt() | y.pow(0.5))
+    return x * Cast(inverse) | over(x, Cast(root | reciprocal(inverse)))
 
 
 def _rms_norm(input: Pattern) -> Pattern:
     """Match `F.rms_norm` and norms by hand, with a weight, without, or with Gemma's, which is stored minus one."""
     normed, scale = _normed(Input(input)), _scale()
-    whole = Call("rms_norm", Named("given", Input(input)), Arg("normalized_shape"), scale, Arg("eps"))
-    return Cast(Call("mul", normed, scale) | whole) | normed
+    whole = Named("given", Input(input)).rms_norm(Arg("normalized_shape"), scale, Arg("eps"))
+    return Cast(normed * scale | whole) | normed
 
 
 def _rms_norm_of_groups(input: Pattern) -> Pattern:
     """Match a view to groups of features, a norm of each group, a view back and a weight of all features, or none."""
     normed = Cast(View(reshape_of, _normed(Input(Named("groups", View(reshape_of, Input(input)))))))
-    return Cast(Call("mul", normed, _scale())) | normed
+    return Cast(normed * _scale()) | normed
 
 
 def _scale() -> Pattern:
     weight = Input(KeywordArg("weight"))
-    return Cast(Call("add", weight, Number("offset"))) | weight
+    return Cast(weight + Number("offset")) | weight
 
 
 def _normed(x: Pattern) -> Pattern:
     """Match a norm without a weight."""
-    by_hand = _over_root(x, lambda kept: Mean(_square(x), Arg("dim"), kept))
-    return Cast(by_hand | Call("rms_norm", Named("given", x), Arg("normalized_shape"), None, Arg("eps")))
+    by_hand = _over_root(x, Mean(square(x), Arg("dim"), KEPT))
+    return Cast(by_hand | Named("given", x).rms_norm(Arg("normalized_shape"), None, Arg("eps")))
 
 
 @functools.cache
@@ -182,18 +173,15 @@ RMS_NORM = (
     ),
 )
 
-_total = Named("total", Call("add", KeywordArg("input"), KeywordArg("residual")))
+_total = Named("total", KeywordArg("input") + KeywordArg("residual"))
 ADD_RMS_NORM = (RewritePattern(results=(_rms_norm(_total), "total"), build=_build_add_rms_norm),)
 
 _gate = Input(KeywordArg("gate"))
-_ACTIVATIONS = {
-    "silu": Call("silu", _gate) | Call("mul", _gate, Call("sigmoid", _gate)),
-    "sigmoid": Call("sigmoid", _gate),
-}
+_ACTIVATIONS = {"silu": silu(_gate), "sigmoid": _gate.sigmoid()}
 
 
 def _gated(x: Pattern, activation: str) -> Pattern:
-    return Call("mul", x, Cast(_ACTIVATIONS[activation]))
+    return x * Cast(_ACTIVATIONS[activation])
 
 
 def _build_rms_norm_gated(
@@ -254,29 +242,19 @@ RMS_NORM_GATED = tuple(
 
 def _layer_norm() -> Pattern:
     x, dim = Input(KeywordArg("input")), Arg("dim")
-    both = {kept: _of_var(lambda **options: Call("var_mean", x, dim, **options), kept) for kept in (True, False)}
-    mean = (
-        Mean(x, dim)
-        | View(axis_back, Mean(x, dim, False))
-        | Result(1, both[True])
-        | View(axis_back, Result(1, both[False]))
-    )
-    centered = Call("sub", x, Cast(mean))
-
-    def variance(kept: bool) -> Pattern:
-        alone = _of_var(lambda **options: Call("var", x, dim, **options), kept)
-        return Mean(_square(centered), dim, kept) | alone | Result(0, both[kept])
-
+    both = _of_var(x.var_mean, dim)
+    centered = x - Cast(_per_row(Mean(x, dim, KEPT) | Result(1, both)))
+    variance = Mean(square(centered), dim, KEPT) | _of_var(x.var, dim) | Result(0, both)
     normed = Cast(_over_root(centered, variance))
-    scaled = Cast(Call("mul", normed, Input(KeywordArg("weight"))))
-    shifted = Cast(Call("add", scaled | normed, Input(KeywordArg("bias"))))
-    whole = Call("layer_norm", x, Arg("normalized_shape"), Arg("weight"), Arg("bias"), Arg("eps"), Arg("cudnn_enable"))
+    scaled = Cast(normed * Input(KeywordArg("weight")))
+    shifted = Cast((scaled | normed) + Input(KeywordArg("bias")))
+    whole = x.layer_norm(Arg("normalized_shape"), Arg("weight"), Arg("bias"), Arg("eps"), Arg("cudnn_enable"))
     return Cast(whole) | shifted | scaled | normed
 
 
-def _of_var(call: Callable[..., Pattern], kept: bool) -> Pattern:
+def _of_var(call: Callable[..., Pattern], dim: Pattern) -> Pattern:
     """Match a variance that divides by the number of elements, in both of its overloads."""
-    return call(keepdim=kept, unbiased=False) | call(keepdim=kept, correction=0)
+    return call(dim, keepdim=KEPT, unbiased=False) | call(dim, keepdim=KEPT, correction=0)
 
 
 def _build_layer_norm(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:

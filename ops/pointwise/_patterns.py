@@ -9,7 +9,6 @@ from torch.fx import Node
 
 from llmk.compiler.patterns import (
     Arg,
-    Call,
     Cast,
     GraphBuilder,
     Input,
@@ -23,13 +22,13 @@ from llmk.compiler.patterns import (
     value_of,
     widened,
 )
-from llmk.compiler.spellings import range_of
+from llmk.compiler.spellings import range_of, silu, square
 
 _gate, _up = Input(KeywordArg("gate")), Input(KeywordArg("up"))
 
 
 def _gated(activated: Pattern) -> Pattern:
-    return Cast(Call("mul", Cast(activated), _up))
+    return Cast(Cast(activated) * _up)
 
 
 def _packed(builder: GraphBuilder, gate: Node, up: Node) -> Node | None:
@@ -62,9 +61,9 @@ def _build_geglu(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
 
 def _gelu_by_hand() -> Pattern:
     """Match 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
-    cube = Call("pow", _gate, 3) | Call("mul", Call("mul", _gate, _gate), _gate)
-    inner = Call("mul", Call("add", _gate, Call("mul", cube, 0.044715)), math.sqrt(2 / math.pi))
-    return Call("mul", Call("mul", _gate, 0.5), Call("add", Call("tanh", inner), 1))
+    cube = _gate.pow(3) | _gate * _gate * _gate
+    inner = (_gate + cube * 0.044715) * math.sqrt(2 / math.pi)
+    return _gate * 0.5 * (inner.tanh() + 1)
 
 
 def _why_left(node: Node) -> str:
@@ -80,7 +79,7 @@ OTHERWISE = "what it multiplies is no gate's other half that swiglu or geglu kno
 
 SWIGLU = (
     RewritePattern(
-        results=(_gated(Call("silu", _gate) | Call("mul", _gate, Call("sigmoid", _gate))),),
+        results=(_gated(silu(_gate)),),
         anchor_ops=("silu",),
         why_left=_why_left,
         build=_build_swiglu,
@@ -88,12 +87,11 @@ SWIGLU = (
 )
 GEGLU = (
     RewritePattern(
-        results=(_gated(Call("gelu", _gate, approximate=Arg("approximate")) | _gelu_by_hand()),),
+        results=(_gated(_gate.gelu(approximate=Arg("approximate")) | _gelu_by_hand()),),
         anchor_ops=("gelu",),
         why_left=_why_left,
         build=_build_geglu,
     ),
 )
 
-_relu = Call("relu", KeywordArg("input"))
-RELU_SQUARED = (RewritePattern(results=(Call("pow", _relu, 2) | Call("square", _relu) | Call("mul", _relu, _relu),)),)
+RELU_SQUARED = (RewritePattern(results=(square(KeywordArg("input").relu()),)),)

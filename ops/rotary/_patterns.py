@@ -33,7 +33,7 @@ aten = torch.ops.aten
 _cos, _sin = (Input(Through(expanded_from, KeywordArg(name))) for name in ("cos", "sin"))
 
 
-def _side_by_side(parts: list[Pattern]) -> Pattern:
+def _side_by_side(*parts: Pattern) -> Pattern:
     return Where(over_last_axis, Call("cat", parts, Either(-1, 2, 3)))
 
 
@@ -47,19 +47,15 @@ def _rotated(name: str) -> Pattern:
     x = Input(KeywordArg(name))
     a, b = Half(x, second=False), Half(x, second=True)
     even, odd = Half(x, second=False, interleaved=True), Half(x, second=True, interleaved=True)
-    halves = With("backwards", False, _side_by_side([Call("neg", b), a])) | With(
-        "backwards", True, _side_by_side([b, Call("neg", a)])
-    )
-    pairs = With("backwards", False, _in_pairs(Call("neg", odd), even)) | With(
-        "backwards", True, _in_pairs(odd, Call("neg", even))
-    )
+    halves = With("backwards", False, _side_by_side(-b, a)) | With("backwards", True, _side_by_side(b, -a))
+    pairs = With("backwards", False, _in_pairs(-odd, even)) | With("backwards", True, _in_pairs(odd, -even))
     rotate = With("interleaved", False, halves) | With("interleaved", True, pairs)
-    return Cast(Call("add", _times(x, _cos), _times(Cast(rotate), _sin)))
+    return Cast(_times(x, _cos) + _times(Cast(rotate), _sin))
 
 
 def _times(x: Pattern, angle: Pattern) -> Pattern:
     """Match the product, also times 1."""
-    return Call("mul", x, angle) | Call("mul", Call("mul", x, angle), 1)
+    return x * angle | x * angle * 1
 
 
 def _by_halves(name: str) -> Pattern:
@@ -67,13 +63,11 @@ def _by_halves(name: str) -> Pattern:
     x, found = Input(KeywordArg(name)), []
     for of_pairs in (False, True):
         a, b = (Cast(Half(x, second, of_pairs)) for second in (False, True))
-        a_cos, a_sin, b_cos, b_sin = (Call("mul", y, angle) for y in (a, b) for angle in (_cos, _sin))
-        minus_a, minus_b = (Call("mul", y, Call("neg", _sin)) for y in (a, b))
-        ahead = Call("sub", a_cos, b_sin) | Call("add", a_cos, minus_b), Call("add", b_cos, a_sin)
-        back = Call("add", a_cos, b_sin), Call("sub", b_cos, a_sin) | Call("add", b_cos, minus_a)
+        ahead = a * _cos - b * _sin | a * _cos + b * -_sin, b * _cos + a * _sin
+        back = a * _cos + b * _sin, b * _cos - a * _sin | b * _cos + a * -_sin
         for backwards, (first, second) in ((False, ahead), (True, back)):
-            parts: list[Pattern] = [Cast(first), Cast(second)]
-            found.append(With("backwards", backwards, With("of_pairs", of_pairs, _side_by_side(parts))))
+            parts = Cast(first), Cast(second)
+            found.append(With("backwards", backwards, With("of_pairs", of_pairs, _side_by_side(*parts))))
             if of_pairs:  # neighbours again; DeepSeek's come out as halves
                 pairs = _in_pairs(*parts)
                 found.append(With("backwards", backwards, With("interleaved", True, pairs)))
@@ -82,10 +76,9 @@ def _by_halves(name: str) -> Pattern:
 
 def _complex(name: str) -> Pattern:
     """Match neighbours as complex numbers, times others of absolute value 1."""
-    x = Call("view_as_complex", View(reshape_of, Input(KeywordArg(name))))
-    return Cast(
-        View(reshape_of, Call("view_as_real", Call("mul", x, KeywordArg("angles", lambda value: value.is_complex()))))
-    )
+    x = View(reshape_of, Input(KeywordArg(name))).view_as_complex()
+    turned = x * KeywordArg("angles", lambda value: value.is_complex())
+    return Cast(View(reshape_of, turned.view_as_real()))
 
 
 def _rotation(name: str) -> Pattern:
@@ -95,7 +88,7 @@ def _rotation(name: str) -> Pattern:
 
 def _partly(name: str) -> Pattern:
     """Match a rotation of the first features, with the other features after them."""
-    return Cast(_side_by_side([_rotation(name), Input(KeywordArg(f"{name}_rest"))]))
+    return Cast(_side_by_side(_rotation(name), Input(KeywordArg(f"{name}_rest"))))
 
 
 def _whole(builder: GraphBuilder, values: Mapping[str, Any], name: str) -> Node:

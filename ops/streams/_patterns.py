@@ -24,26 +24,26 @@ from llmk.compiler.patterns import (
     arguments,
     find,
     name_of,
+    pattern,
     same_shape,
     value_of,
     widened,
 )
-from llmk.compiler.spellings import IN_FLOAT32, Mean, Where, axis_back, over_last_axis, transposed_from
+from llmk.compiler.spellings import IN_FLOAT32, Mean, Where, axis_back, over_last_axis, square, transposed_from
 from llmk.ops.streams.tiles import MAX_OUTPUTS, MAX_SIZE, MAX_STREAMS
 
 
-class _Sinkhorn(Pattern):
+@pattern
+def _Sinkhorn(value: Any, match: Match, /) -> Iterator[Match]:
     """A softmax and divisions by sums of columns, of rows and of columns, in turn."""
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        divisions = 0
-        while (found := _divided_by_sums(value, -1 if divisions % 2 else -2, match)) is not None:
-            value, match = found
-            divisions += 1
-        if divisions % 2:
-            softmax = Call("softmax", Input(KeywordArg("input")), Arg("axis"), dtype=IN_FLOAT32)
-            for inner in find(Call("add", Where(over_last_axis, softmax), Number("eps")), value, match):
-                yield from inner.bind("iterations", (divisions + 1) // 2)
+    divisions = 0
+    while (found := _divided_by_sums(value, -1 if divisions % 2 else -2, match)) is not None:
+        value, match = found
+        divisions += 1
+    if divisions % 2:
+        softmax = Input(KeywordArg("input")).softmax(Arg("axis"), dtype=IN_FLOAT32)
+        for inner in find(Where(over_last_axis, softmax) + Number("eps"), value, match):
+            yield from inner.bind("iterations", (divisions + 1) // 2)
 
 
 def _divided_by_sums(node: Any, axis: int, match: Match) -> tuple[Node, Match] | None:
@@ -52,7 +52,7 @@ def _divided_by_sums(node: Any, axis: int, match: Match) -> tuple[Node, Match] |
     if given is None:
         return None
     axes = Either([axis], [value_of(node).dim() + axis])
-    sums = Call("add", Call("sum", given["self"], axes, True, dtype=IN_FLOAT32), Number("eps"))
+    sums = Call("sum", given["self"], axes, True, dtype=IN_FLOAT32) + Number("eps")
     return next(((given["self"], inner) for inner in find(sums, given["other"], match.with_nodes(node))), None)
 
 
@@ -71,10 +71,9 @@ def _is_from_1_to(most: int, size: Any) -> bool:
 def _rms_linear() -> Pattern:
     """Match a product with rows that were read in 16 bits, and divided in float32 before it or after it."""
     x = Input(KeywordArg("input", lambda x: x.dtype.itemsize == 2))
-    square = Call("square", x) | Call("pow", x, 2) | Call("mul", x, x)
-    inverse = Cast(Call("rsqrt", Call("add", Mean(square, Arg("axis")), Number("eps"))))
+    inverse = Cast((Mean(square(x), Arg("axis")) + Number("eps")).rsqrt())
     weight = Input(KeywordArg("weight", _has_few_rows))
-    return Call("linear", Call("mul", x, inverse), weight, None) | Call("mul", Call("linear", x, weight, None), inverse)
+    return (x * inverse).linear(weight, None) | x.linear(weight, None) * inverse
 
 
 def _has_few_rows(weight: Tensor) -> bool:
@@ -88,9 +87,9 @@ def _build_rms_linear(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
 
 
 def _write_streams() -> Pattern:
-    by_stream = Call("mul", View(axis_back, KeywordArg("weights")), View(_row_put_in, Input(KeywordArg("output"))))
-    mixed = Call("matmul", View(transposed_from, Input(KeywordArg("mix"))), Input(KeywordArg("streams")))
-    return Cast(Call("add", by_stream, mixed))
+    by_stream = View(axis_back, KeywordArg("weights")) * View(_row_put_in, Input(KeywordArg("output")))
+    mixed = View(transposed_from, Input(KeywordArg("mix"))).matmul(Input(KeywordArg("streams")))
+    return Cast(by_stream + mixed)
 
 
 def _row_put_in(node: Any) -> Node | None:
