@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from llmk.transformers.guards import called_of, no_longer
-from llmk.transformers.probe import Differs
+from llmk.transformers.probe import Differs, Once
 from llmk.transformers.rewrite import Edit, Source, load
 
 Function = Callable[..., Any]
@@ -63,6 +63,7 @@ class FunctionForm:
 class Calls(Edit):
     """The calls of functions, by the names that the source has for them."""
 
+    kind: str  # type: ignore[misc]
     functions: tuple[tuple[str, Function, FunctionForm], ...]
 
     @property
@@ -101,9 +102,9 @@ def replaced(name: str, tried: Function, form: FunctionForm) -> Function:
 class CallFinder:
     """Finds the calls in the sources of a model's modules; a function is tried once."""
 
-    def __init__(self, edit: type[Calls], *forms: FunctionForm) -> None:
-        self._edit, self._forms = edit, forms
-        self._tried: dict[Function, FunctionForm | Differs | None] = {}
+    def __init__(self, kind: str, *forms: FunctionForm) -> None:
+        self._kind, self._forms = kind, forms
+        self._form = Once(self._attempted)
 
     def __call__(self, module: nn.Module, source: Source) -> Calls | None:
         """
@@ -116,33 +117,37 @@ class CallFinder:
             function = None if name in code.co_varnames + code.co_cellvars else source.lookup(module, name)
             if not callable(function) or isinstance(function, type) or not isinstance(function, Hashable):
                 continue
-            form = self._form(function)
-            if isinstance(form, Differs):
-                raise Differs(f"{name} {form}") from form
+            try:
+                form = self._form(function)
+            except Differs as why:
+                raise Differs(f"{name} {why}") from why
             if form is not None and form.replaces(call):
                 found[name] = (name, function, form)
-        return self._edit(tuple(found.values())) if found else None
+        return Calls(self._kind, tuple(found.values())) if found else None
 
-    def _form(self, function: Function) -> FunctionForm | Differs | None:
-        """The form of the function, or why it has none that its parameters are those of; None if there is no such."""
-        if function not in self._tried:
-            names = parameters(function)
-            self._tried[function] = None
-            for form in self._forms:
-                if form.takes(names):
-                    self._tried[function] = _attempted(form, function)
-                if isinstance(self._tried[function], FunctionForm):
-                    break
-        return self._tried[function]
+    def _attempted(self, function: Function) -> FunctionForm | None:
+        """The form of the function; None if its parameters are those of none.
+
+        Raises:
+            Differs: It computes something else than each form whose parameters it has.
+        """
+        names, left = parameters(function), None
+        for form in self._forms:
+            if form.takes(names):
+                try:
+                    return _without_advice(form.attempt, function)
+                except Differs as why:
+                    left = why
+        if left is not None:
+            raise left
+        return None
 
 
-def _attempted(form: FunctionForm, function: Function) -> FunctionForm | Differs | None:
+def _without_advice(attempt: Callable[[Function], FunctionForm | None], function: Function) -> FunctionForm | None:
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # transformers' advice, once, about a function that is to be replaced
     try:
-        return form.attempt(function)
-    except Differs as why:
-        return why
+        return attempt(function)
     finally:
         logging.disable(level)
 

@@ -10,13 +10,9 @@ from torch import Tensor
 from llmk import functional
 from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.calls import Calls, Function, FunctionForm
+from llmk.transformers.calls import Function, FunctionForm
 from llmk.transformers.packing import sequence_ids
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, rows_of_all_scales, run, same
-
-
-class Convolution(Calls):
-    kind = "convolution"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from llmk.transformers.guards import (
     no_longer,
     recomputes,
 )
-from llmk.transformers.probe import Differs, agree, apart, gradients, identity, rows_of_all_scales, run, same
+from llmk.transformers.probe import Differs, Once, agree, apart, gradients, rows_of_all_scales, run, same
 from llmk.transformers.rewrite import Edit, Source, is_in_place, load, method_called
 
 FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor | None], Tensor]]] = {
@@ -97,7 +97,7 @@ class GateFinder:
     """Finds gated units in the sources of a model's modules; activations that are alike are tried once."""
 
     def __init__(self) -> None:
-        self._tried: dict[Any, tuple[str, Called] | Differs] = {}
+        self._kind = Once(lambda act: (_form(act), called_of(act, [rows_of_all_scales(64)])))
 
     def __call__(self, module: nn.Module, source: Source) -> Gate | None:
         """
@@ -121,16 +121,7 @@ class GateFinder:
     def _activation(self, name: str, act: Any) -> Activation:
         if not callable(act) or isinstance(act, type):
             raise Differs("is no function")
-        key = identity(act) if isinstance(act, nn.Module) else act
-        if key not in self._tried:
-            try:
-                self._tried[key] = _form(act), called_of(act, [rows_of_all_scales(64)])
-            except Differs as why:
-                self._tried[key] = why
-        found = self._tried[key]
-        if isinstance(found, Differs):
-            raise found
-        return Activation(name, *found)
+        return Activation(name, *self._kind(act))
 
 
 def _form(act: Any) -> str:

@@ -63,12 +63,20 @@ Facts = tuple[Fact, ...]
 
 
 @functools.cache
-def holds(facts: Facts, function: FunctionType) -> Callable[[Any], bool]:
-    """Return what tells whether all facts hold for a module, `self` in them, in the globals of a function."""
+def checked(facts: Facts, function: FunctionType) -> Callable[[Any], bool]:
+    """Return what tells whether all facts hold for a module, `self` in them, in the globals of a function.
+
+    They do not where a name is gone.
+    """
     values = {f"llmk_{i}": fact.value for i, fact in enumerate(facts)}
     tests = [f"{f.expression} {'is' if f.is_identity else '=='} llmk_{i}" for i, f in enumerate(facts)]
-    arguments = ", ".join(["is_hooked", "kind", *values])
-    source = f"def factory({arguments}):\n    def holds(self): return {' and '.join(tests) or 'True'}\n    return holds"
+    source = f"""def factory({", ".join(["is_hooked", "kind", *values])}):
+    def holds(self):
+        try:
+            return {" and ".join(tests) or "True"}
+        except AttributeError:
+            return False
+    return holds"""
     scope: dict[str, Any] = {}
     exec(compile(source, function.__code__.co_filename, "exec"), function.__globals__, scope)
     return scope["factory"](is_hooked, type, **values)
@@ -170,19 +178,6 @@ def has_plain_weights(module: nn.Module, *tensors: Any) -> bool:
             getattr(module, METHOD)("forward", why)
             return False
     return True
-
-
-def checked(facts: Facts, function: FunctionType) -> Callable[[Any], bool]:
-    """Return what tells whether all facts hold for a module, which they do not where a name is gone."""
-    still = holds(facts, function)
-
-    def kept(module: Any) -> bool:
-        try:
-            return still(module)
-        except AttributeError:
-            return False
-
-    return kept
 
 
 def recomputes() -> bool:

@@ -4,7 +4,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import Any
 
 from torch import nn
 
@@ -20,19 +19,19 @@ from llmk.transformers.classes import (
     patched_class,
     set_classes,
 )
-from llmk.transformers.convolutions import CausalConv1d, CausalConv1dStep, Convolution
+from llmk.transformers.convolutions import CausalConv1d, CausalConv1dStep
 from llmk.transformers.exact_types import ExactTypes
 from llmk.transformers.expert_adapters import AdaptedExperts, find_adapted_experts, is_wrapper
 from llmk.transformers.experts import GATE
 from llmk.transformers.gates import GateFinder
 from llmk.transformers.loss import Head, LossSite, find_loss
 from llmk.transformers.masks import find_masks
-from llmk.transformers.mixtures import Experts, find_experts
-from llmk.transformers.norms import GatedNorm, Norm, find_gated_norm, find_norm
+from llmk.transformers.mixtures import find_experts
+from llmk.transformers.norms import find_gated_norm, find_norm
 from llmk.transformers.packed_rows import find_packed_rows
-from llmk.transformers.probe import Differs, identity
+from llmk.transformers.probe import Differs, Once
 from llmk.transformers.projections import Projections, find_projections
-from llmk.transformers.recurrences import DeltaRule, DeltaRuleStep, Recurrence, Scan, WholeLayer
+from llmk.transformers.recurrences import DeltaRule, DeltaRuleStep, Scan, WholeLayer
 from llmk.transformers.report import REPORT, Entry, Report
 from llmk.transformers.residuals import Residual
 from llmk.transformers.rewrite import CannotRewrite, Edit, Rewrite, Source, source_of
@@ -122,14 +121,11 @@ def patch(
     Raises:
         TypeError: `model` is not a `torch.nn.Module`, or an option is neither True nor False.
     """
+    options = {name: value for name, value in locals().items() if name != "model"}
     if isinstance(model, type):
         raise TypeError(f"model: expected a torch.nn.Module, got the class {model.__name__}; patch an instance of it")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    layers = {"norms": norms, "experts": experts, "mlps": mlps, "rope": rope, "residuals": residuals}
-    layers |= {"projections": projections}
-    hybrid = {"streams": streams, "convolutions": convolutions, "recurrences": recurrences}
-    options = layers | hybrid | {"loss": loss, "masks": masks, "skip_ignored": skip_ignored}
     for name, value in options.items():
         check_flag(name, value)
     patched, reports = patched_modules(model), reports_in(model)
@@ -171,10 +167,6 @@ def entries_of(reports: Mapping[str, Report]) -> list[Entry]:
     return [e._replace(name=f"{name}.{e.name}".strip(".")) for name, report in reports.items() for e in report.entries]
 
 
-Whole = Norm | GatedNorm | Experts | AdaptedExperts
-"""Changes that replace all of a module's forward."""
-
-
 class Plan:
     """The changes to each module, found without touching any."""
 
@@ -194,8 +186,8 @@ class Plan:
             "rope": RopeFinder(),
             "residual": self._residual,
             "streams": find_streams,
-            "convolution": CallFinder(Convolution, *CONVOLUTIONS),
-            "recurrence": CallFinder(Recurrence, *RECURRENCES),
+            "convolution": CallFinder("convolution", *CONVOLUTIONS),
+            "recurrence": CallFinder("recurrence", *RECURRENCES),
             "mask": find_masks,
             "projection": self._projections,
         }
@@ -227,24 +219,20 @@ class Plan:
         inner = {wrapper.base_layer for wrapper in self.modules.values() if is_wrapper(wrapper)}
         return None if module in inner else find_adapted_experts(module)
 
-    def _find_whole(self, kind: str, find: Callable[[nn.Module], Whole | None]) -> None:
+    def _find_whole(self, kind: str, find: Callable[[nn.Module], Change | None]) -> None:
         """Modules whose forward is an operator's. Those that are alike are tried once."""
-        tried: dict[Any, Whole | Differs | None] = {}
+        tried = Once(find)
         for name, module in self.modules.items():
-            key = identity(module)
-            if key not in tried:
-                try:
-                    tried[key] = find(module)
-                except Differs as why:
-                    tried[key] = why
-            found = tried[key]
-            if isinstance(found, Change) and (why := self._why_not(module, "forward")):
-                found = Differs(why)
-            if isinstance(found, Change):
+            try:
+                found = tried(module)
+                if found is not None and (why := self._why_not(module, "forward")):
+                    raise Differs(why)
+            except Differs as why_not:
+                self._leave(name, kind, module, why_not)
+                continue
+            if found is not None:
                 self.entries.append(Entry(name, kind, type(module).__name__, True, found.what))
                 self._change_whole(module, found)
-            elif found is not None:
-                self._leave(name, kind, module, found)
 
     def _residual(self, module: nn.Module, source: Source) -> Residual | None:
         adding = [n for n, child in module.named_children() if any(c.adds for c in self.changes.get(child, ()))]

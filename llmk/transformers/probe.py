@@ -39,6 +39,29 @@ class Differs(Exception):
     """Why something is not what it was tried for, in words for the report."""
 
 
+class Once:
+    """A trial whose outcome is found once for all that are alike: a result, or why it differs."""
+
+    def __init__(self, attempt: Callable[[Any], Any]) -> None:
+        self._attempt = attempt
+        self._outcomes: dict[Any, Any] = {}
+
+    def __call__(self, tried: Any) -> Any:
+        """
+        Raises:
+            Differs: The trial raised it.
+        """
+        key = identity(tried) if isinstance(tried, nn.Module) else tried
+        if key not in self._outcomes:
+            try:
+                self._outcomes[key] = self._attempt(tried)
+            except Differs as why:
+                self._outcomes[key] = why
+        if isinstance(self._outcomes[key], Differs):
+            raise self._outcomes[key]
+        return self._outcomes[key]
+
+
 def randoms(seed: int = 0) -> Callable[..., Tensor]:
     """`randn` of numbers of its own."""
     generator = torch.Generator("cpu").manual_seed(seed)

@@ -16,7 +16,7 @@ from llmk import functional
 from llmk.ops.recurrence import LARGEST_KEY, LARGEST_VALUE
 from llmk.ops.recurrence.gated_delta_rule import recurrence_reference
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.calls import Calls, Function, FunctionForm, parameters
+from llmk.transformers.calls import Function, FunctionForm, parameters
 from llmk.transformers.packing import packing_of, sequence_ids
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, run
 
@@ -27,10 +27,6 @@ ON_THE_WAY = frozenset({
 """Operations that these trials pass over and others do not: products, and masks that shapes alone decide."""
 LIMITS = frozenset({"clamp", "softplus"})
 """The limits of Mamba-2's time steps: the trial has values on both sides."""
-
-
-class Recurrence(Calls):
-    kind = "recurrence"
 
 
 # ---- the gated delta rule

@@ -103,15 +103,11 @@ class Turn(FunctionForm):
         return FORMS[self.form](q.to(dtype), k.to(dtype), cos, sin)
 
 
-class Rope(Calls):
-    kind = "rope"
-
-
 class RopeFinder(CallFinder):
     """Finds what turns queries and keys in the sources of a model's modules."""
 
     def __init__(self) -> None:
-        super().__init__(Rope, Turn())
+        super().__init__("rope", Turn())
 
     def __call__(self, module: nn.Module, source: Source) -> Calls | None:
         """

@@ -45,28 +45,15 @@ def _alike(*tensors: Tensor) -> bool:
     return tensors[0].dtype in FLOAT_DTYPES and all(t.dtype == tensors[0].dtype for t in tensors)
 
 
-class RMSNorm(Layer):
-    """Llama's norm: `weight [H]`, `variance_epsilon`."""
+def _norm(eps: str, offset: float) -> Callable[..., Any]:
+    """Make the forward of a norm with this offset to its weight, which reads its eps from an attribute."""
 
-    weight: Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if not _alike(hidden_states, self.weight):
             return type(self).forward(self, hidden_states)
-        return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return functional.rms_norm(hidden_states, self.weight, getattr(self, eps), offset=offset)
 
-
-class RMSNormZeroCentered(Layer):
-    """Qwen3.5's norm, of `1 + weight`: `weight [H]`, `eps`."""
-
-    weight: Tensor
-    eps: float
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not _alike(x, self.weight):
-            return type(self).forward(self, x)
-        return functional.rms_norm(x, self.weight, self.eps, offset=1.0)
+    return forward
 
 
 class RMSNormGated(Layer):
@@ -108,37 +95,21 @@ def _layer_of(form: FunctionForm) -> type[Layer]:
         return type(self).forward(self, *args, **kwargs) if result is NotImplemented else result
 
     forward.__signature__ = inspect.signature(type(form).call)  # type: ignore[attr-defined]
-    return type(type(form).__name__, (Layer,), {"forward": forward, "__doc__": type(form).__doc__})
+    return _layer(type(form).__name__, type(form).__doc__ or "", forward)
 
 
-def _gated(module: Any, x: Tensor, unit: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The layers below: a function, because their `self` is the model's module and has no methods of theirs."""
-    gate, up = module.gate_proj(x), module.up_proj(x)
-    return module.down_proj(unit(gate, up) if _alike(gate, up) else module.act_fn(gate) * up)
+def _mlp(unit: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """Make the forward of a feed-forward layer with this gated unit."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(unit(gate, up) if _alike(gate, up) else self.act_fn(gate) * up)
+
+    return forward
 
 
-class SwiGLUMLP(Layer):
-    """Llama's feed-forward layer: `gate_proj`, `up_proj`, `down_proj`, `act_fn`."""
-
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-    act_fn: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _gated(self, x, functional.swiglu)
-
-
-class GeGLUMLP(Layer):
-    """Gemma's feed-forward layer, with the tanh form of GELU: `gate_proj`, `up_proj`, `down_proj`, `act_fn`."""
-
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-    act_fn: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _gated(self, x, functional.geglu)
+def _layer(name: str, what: str, forward: Callable[..., Any]) -> type[Layer]:
+    return type(name, (Layer,), {"forward": forward, "__doc__": what})
 
 
 class RotaryPosEmb(Layer):
@@ -180,14 +151,18 @@ class ForCausalLMLoss(Layer):
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
+MLP = "`gate_proj`, `up_proj`, `down_proj`, `act_fn`"
+FORWARDS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "RMSNorm": ("Llama's norm: `weight [H]`, `variance_epsilon`.", _norm("variance_epsilon", offset=0.0)),
+    "RMSNormZeroCentered": ("Qwen3.5's norm, of `1 + weight`: `weight [H]`, `eps`.", _norm("eps", offset=1.0)),
+    "SwiGLUMLP": (f"Llama's feed-forward layer: {MLP}.", _mlp(functional.swiglu)),
+    "GeGLUMLP": (f"Gemma's feed-forward layer, with the tanh form of GELU: {MLP}.", _mlp(functional.geglu)),
+}
 LAYERS: dict[str, type[nn.Module]] = {
-    "RMSNorm": RMSNorm,
-    "RMSNormZeroCentered": RMSNormZeroCentered,
+    **{slot: _layer(slot, *given) for slot, given in FORWARDS.items()},
     "RMSNormGated": RMSNormGated,
     "SoftmaxTopKRouter": SoftmaxTopKRouter,
     **{slot: _layer_of(form) for slot, form in FUNCTIONS.items()},
-    "SwiGLUMLP": SwiGLUMLP,
-    "GeGLUMLP": GeGLUMLP,
     "rotary_pos_emb": RotaryPosEmb,
     "ForCausalLMLoss": ForCausalLMLoss,
 }
