@@ -29,6 +29,7 @@ from llmk.compiler.patterns import (
     arguments,
     find,
     is_last,
+    is_view,
     item_of,
     name_of,
     pattern,
@@ -39,6 +40,8 @@ from llmk.compiler.patterns import (
 )
 from llmk.compiler.size_tensors import samples
 from llmk.compiler.sizes import NotSmall
+from llmk.registry.private.compilers import hint_of
+from llmk.registry.private.tensors import storage_of
 
 IN_FLOAT32 = Either(None, torch.float32)
 """The dtype of a sum: the tensor's own, or the one that operators compute in."""
@@ -83,12 +86,10 @@ def silu(x: Pattern) -> Pattern:
 
 def axis_back(node: Any) -> Node | None:
     """Return the tensor behind whose last axis a node puts one of size 1."""
-    source = reshape_of(node)
-    if name_of(node) == "unsqueeze":
-        given = arguments(node, "self", "dim")
-        return given["self"] if given is not None and is_last(given["dim"], value_of(node)) else None
-    is_it = source is not None and same_shape(value_of(node).shape, (*value_of(source).shape, 1))
-    return source if is_it else None
+    source = all_arguments(node)["self"] if name_of(node) == "unsqueeze" else reshape_of(node)
+    if source is None or not same_shape(value_of(node).shape, (*value_of(source).shape, 1)):
+        return None
+    return source
 
 
 def expanded_from(node: Any) -> Node | None:
@@ -140,44 +141,42 @@ def _divides(name: str, number: Any, count: Any) -> bool:
     return isinstance(number, float) and isinstance(count, int) and math.isclose(number * count, 1.0, rel_tol=1e-6)
 
 
+def features_of(node: Any) -> Iterator[tuple[Node, range, tuple[Node, ...]]]:
+    """Yield each tensor of whose last axis a node shows some features, which ones, and the views, the nearest first."""
+    source: Any = node
+    views: tuple[Node, ...] = ()
+    while isinstance(source, Node) and is_view(source):
+        views, source = (*views, source), source.args[0]
+        features = _features(value_of(node), value_of(source))
+        if features is not None:
+            yield source, features, views
+
+
+def _features(part: Any, whole: Any) -> range | None:
+    """Return the features of a tensor that a view of it shows, row for row: where they lie in memory says it."""
+    if not isinstance(part, Tensor) or not isinstance(whole, Tensor) or not part.dim() == whole.dim() > 0:
+        return None
+    *rows, count = part.shape
+    *all_rows, width = whole.shape
+    layouts = zip(rows, part.stride(), whole.stride(), strict=False)
+    if storage_of(part) != storage_of(whole) or not same_shape(rows, all_rows):
+        return None
+    if not all(same(size, 1) or same(a, b) for size, a, b in layouts):
+        return None
+    offset: Any = part.storage_offset() - whole.storage_offset()
+    start: Any = offset if isinstance(offset, int) else hint_of(offset)
+    step, unit = part.stride(-1), whole.stride(-1)
+    known = all(isinstance(x, int) for x in (count, width, start, step, unit)) and same(offset, start)
+    if not known or unit == 0 or start % unit or step % unit:
+        return None
+    features = range(start // unit, width, max(step // unit, 1))[:count]
+    return features if len(features) == count else None
+
+
 def range_of(node: Any) -> tuple[Node, int, int] | None:
     """Return the tensor that a node is a slice of along the last axis, its start and its end; None for other nodes."""
-    part = _part_of(node)
-    if part is None:
-        return None
-    source, start = part
-    whole, width = value_of(source).shape[-1], value_of(node).shape[-1]
-    return (source, start, start + width) if isinstance(width, int) and isinstance(whole, int) else None
-
-
-def _part_of(node: Any) -> tuple[Node, int] | None:
-    """Return the tensor that a node is a contiguous part of along the last axis, and where the part begins."""
-    item, index = item_of(node) or (node, 0)
-    if item is not node and name_of(item) in ("split", "split_with_sizes", "chunk", "tensor_split"):
-        given = arguments(item, "self", "split_size", "split_sizes", "chunks", "sections", "indices", "dim")
-        if given is not None and is_last(given["dim"], value_of(given["self"])):
-            before = [part.shape[-1] for part in value_of(item)[:index]]
-            return (given["self"], sum(before)) if index >= 0 and all(isinstance(x, int) for x in before) else None
-    elif item is node and name_of(node) == "slice":
-        given = arguments(node, "self", "dim", "start", "end")
-        if given is not None and is_last(given["dim"], value_of(given["self"])):
-            start = bounded(given["start"], value_of(given["self"]).shape[-1])
-            return None if start is None else (given["self"], start)
-    return None
-
-
-def bounded(start: Any, size: Any) -> int | None:
-    """Return where a slice begins, as slicing clamps it: negative numbers count from the end, and none is outside."""
-    start = 0 if start is None else start
-    if not isinstance(start, int) or (start != 0 and not isinstance(size, int)):
-        return None
-    return min(max(start + size if start < 0 else start, 0), size) if start else 0
-
-
-def part_nodes(node: Node) -> tuple[Node, ...]:
-    """Return the nodes that take a part of a tensor: a slice, or a split and the choice of one of its results."""
-    item = item_of(node)
-    return (node,) if item is None else (node, item[0])
+    source, features, _ = next(features_of(node), (None, range(0), ()))
+    return (source, features.start, features.stop) if source is not None and features.step == 1 else None
 
 
 @pattern
@@ -186,69 +185,23 @@ def Half(value: Any, match: Match, /, x: Any, second: bool, interleaved: bool = 
 
     The features 0, 2, ... are the first interleaved half, and 1, 3, ... the second.
     """
-    found = _taken_apart(value, -1 if interleaved else -2, second)
-    found = found or (_every_other_of(value, second) if interleaved else _side_of(value, second))
-    if found is not None:
-        source, *nodes = found
-        yield from find(x, source, match.with_nodes(*nodes))
-
-
-def _side_of(node: Any, second: bool) -> tuple[Node, ...] | None:
-    """Return the tensor half of whose last axis a node is, and the nodes that take it."""
-    part = range_of(node)
-    if part is None:
-        return None
-    source, start, stop = part
-    width = value_of(source).shape[-1]
-    is_it = (2 * start, 2 * stop) == ((width, 2 * width) if second else (0, width))
-    return (source, *part_nodes(node)) if is_it else None
-
-
-def _every_other_of(node: Any, odd: bool) -> tuple[Node, ...] | None:
-    """Return the tensor of which a node is every other feature, and the node."""
-    given = arguments(node, "self", "dim", "start", "end", "step") if name_of(node) == "slice" else None
-    if given is None or not is_last(given["dim"], value_of(given["self"])):
-        return None
-    width = value_of(given["self"]).shape[-1]
-    end = width if given["end"] is None else given["end"]
-    to_the_end = isinstance(width, int) and width % 2 == 0 and isinstance(end, int) and end >= width
-    is_it = to_the_end and (bounded(given["start"], width), given["step"]) == (int(odd), 2)
-    return (given["self"], node) if is_it else None
-
-
-def _taken_apart(node: Any, axis: int, index: int) -> tuple[Node, ...] | None:
-    """Return the tensor whose last axis was viewed as two, `[..., 2]` or `[2, ...]`, and the nodes that take a part."""
-    item = item_of(node)
-    chooser = node if item is None else item[0]
-    if name_of(chooser) != ("select" if item is None else "unbind"):
-        return None
-    given = arguments(chooser, "self", "dim", "index")
-    if given is None or (given["index"] if item is None else item[1]) != index:
-        return None
-    wide = given["self"]
-    source = reshape_of(wide)
-    if source is None or given["dim"] not in (axis, value_of(wide).dim() + axis):
-        return None
-    before, after = value_of(source).shape, list(value_of(wide).shape)
-    if after.pop(axis) != 2 or len(after) != len(before) or not same_shape(after[:-1], before[:-1]):
-        return None
-    return source, *part_nodes(node), wide
+    for source, features, views in features_of(value):
+        width = value_of(source).shape[-1]
+        halves = range(0, width, 2), range(1, width, 2)
+        if not interleaved:
+            halves = range(width // 2), range(width // 2, width)
+        if width % 2 == 0 and features == halves[second]:
+            yield from find(x, source, match.with_nodes(*views))
 
 
 def transposed_from(node: Any) -> Node | None:
     """Return the tensor whose last two axes a node exchanges."""
-    if name_of(node) not in ("t", "numpy_T", "mT", "transpose", "permute"):
+    if name_of(node) not in ("t", "numpy_T", "mT", "transpose", "permute") or value_of(node).dim() < 2:
         return None
-    given, rank = arguments(node, "self", "dim0", "dim1", "dims"), value_of(node).dim()
-    if given is None or rank < 2 or (name_of(node) == "numpy_T" and rank > 2):
-        return None
-    order, last = list(range(rank)), [rank - 1, rank - 2]
-    if "dims" in given:
-        order = [dim % rank for dim in given["dims"]]
-    else:
-        a, b = given.get("dim0", -2), given.get("dim1", -1)
-        order[a], order[b] = order[b], order[a]
-    return given["self"] if order == [*range(rank - 2), *last] else None
+    source = all_arguments(node)["self"]
+    (*rows, a, b), (*steps, i, j) = value_of(source).shape, value_of(source).stride()
+    is_it = same_shape(value_of(node).shape, (*rows, b, a)) and same_shape(value_of(node).stride(), (*steps, j, i))
+    return source if is_it else None
 
 
 @pattern

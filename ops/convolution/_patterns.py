@@ -27,7 +27,7 @@ from llmk.compiler.patterns import (
     value_of,
     widened,
 )
-from llmk.compiler.spellings import Where, bounded, silu, transposed_from
+from llmk.compiler.spellings import Where, silu, transposed_from
 from llmk.registry.private.compilers import statically_known_true
 
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ OTHERWISE = (
 def _beginning_of(node: Any) -> Node | None:
     """Return the tensor whose first elements along an axis a slice takes."""
     given = arguments(node, "self", "dim", "start", "end") if name_of(node) == "slice" else None
-    if given is None or bounded(given["start"], value_of(given["self"]).shape[given["dim"]]) != 0:
+    if given is None or not same(value_of(node).storage_offset(), value_of(given["self"]).storage_offset()):
         return None
     return given["self"]
 
