@@ -11,6 +11,7 @@ This file imports private names alone, so that the files of operators can import
 """
 
 import functools
+import inspect
 import itertools
 import math
 import operator
@@ -227,7 +228,7 @@ class Pattern:
         return Call("neg", self)
 
     def __getattr__(self, name: str) -> Callable[..., "Pattern"]:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         return functools.partial(Call, name, self)
 
@@ -242,6 +243,8 @@ def pattern(find: Callable[Concatenate[Any, Match, P], Iterator[Match]]) -> Call
     def make(*args: P.args, **kwargs: P.kwargs) -> Pattern:
         return Pattern(lambda value, match: find(value, match, *args, **kwargs))
 
+    _, _, *own = inspect.signature(find).parameters.values()
+    make.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
     return make
 
 
