@@ -74,27 +74,33 @@ class Sequences:
     def spans(self) -> list[tuple[int, int]]:
         """First token and end of each sequence, on a CPU."""
         if self.ends is not None:
-            return checked_groups(f"{self.name}_offsets", self.ends, self.tokens.shape[0])
+            return checked_groups(option_of(self.name, "offsets"), self.ends, self.tokens.shape[0])
         return [(n * self.length, (n + 1) * self.length) for n in range(self.count)]
+
+
+def option_of(name: str, option: str) -> str:
+    """The name of an option of tokens: one sort alone needs no prefix."""
+    return option if name == "input" else f"{name}_{option}"
 
 
 def check_sequences(name: str, tokens: Tensor, mask: Tensor | None, offsets: Tensor | None) -> None:
     """Tokens `[N, L, D]`, with a mask or none, or `[T, D]` with offsets."""
     check_dtype(name, tokens)
-    layout, dims = ("[N, L, D]", 3) if offsets is None else (f"[T, D] with {name}_offsets", 2)
+    name_of_mask, name_of_offsets = (option_of(name, option) for option in ("mask", "offsets"))
+    layout, dims = ("[N, L, D]", 3) if offsets is None else (f"[T, D] with {name_of_offsets}", 2)
     if tokens.dim() != dims or tokens.shape[-1] == 0 or math.prod(tokens.shape[:-1]) >= NO_TOKEN.value:
         raise ValueError(f"{name}: expected shape {layout}, D at least 1, got {tuple(tokens.shape)}")
     if offsets is not None:
-        check_dtype(f"{name}_offsets", offsets, (torch.int32,))
-        check_same(f"{name}_offsets", offsets, name, tokens)
+        check_dtype(name_of_offsets, offsets, (torch.int32,))
+        check_same(name_of_offsets, offsets, name, tokens)
         if offsets.dim() != 1 or offsets.shape[0] == 0:
-            raise ValueError(f"{name}_offsets: expected shape [N], N at least 1, got {tuple(offsets.shape)}")
+            raise ValueError(f"{name_of_offsets}: expected shape [N], N at least 1, got {tuple(offsets.shape)}")
     if mask is not None:
         if offsets is not None:
-            raise ValueError(f"{name}_mask: expected None with {name}_offsets, got a tensor")
-        check_dtype(f"{name}_mask", mask, (torch.bool,))
-        check_shape(f"{name}_mask", mask, tokens.shape[:2], f"the tokens of {name}")
-        check_same(f"{name}_mask", mask, name, tokens)
+            raise ValueError(f"{name_of_mask}: expected None with {name_of_offsets}, got a tensor")
+        check_dtype(name_of_mask, mask, (torch.bool,))
+        check_shape(name_of_mask, mask, tokens.shape[:2], f"the tokens of {name}")
+        check_same(name_of_mask, mask, name, tokens)
 
 
 def count_of(tokens: Tensor, offsets: Tensor | None) -> int:

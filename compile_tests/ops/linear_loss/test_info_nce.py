@@ -140,20 +140,6 @@ def test_the_matrix_never_exists_whole() -> None:
     assert seen.most == 4 * 80
 
 
-def test_compiled_for_any_number_of_queries() -> None:
-    def loss(query: Tensor, key: Tensor, scale: Tensor) -> Tensor:
-        return 2 * info_nce(2 * query, key, scale=scale.exp(), symmetric=True)
-
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (5, 3, 9):
-        given = [torch.randn(rows, 8, requires_grad=True) for _ in range(2)] + [torch.tensor(0.3, requires_grad=True)]
-        with torch._dynamo.config.patch(error_on_recompile=rows != 5):
-            found, eager = compiled(*given), loss(*given)
-            gradients = torch.autograd.grad(found, given)
-        torch.testing.assert_close(found, eager)
-        torch.testing.assert_close(gradients, torch.autograd.grad(eager, given))
-
-
 def test_loss_with_a_learned_temperature() -> None:
     logit_scale = torch.tensor(1.5, requires_grad=True)
     loss, metrics = losses.info_nce(Q, K, negatives=EXTRA, temperature=(-logit_scale).exp(), symmetric=True, **MASKED)
@@ -175,22 +161,11 @@ def test_module() -> None:
 
 IDS_ALONE: dict[str, Any] = {"query_ids": IDS, "key_ids": IDS}
 WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: info_nce(Q[0], K), r"query: expected shape \[N, H\]"),
-    (lambda: info_nce(Q, K[:5]), r"key: expected shape \(6, 8\)"),
-    (lambda: info_nce(Q, K, EXTRA[:, :7]), r"negatives: expected shape \[K, 8\] to fit query, got \(4, 7\)"),
     (lambda: info_nce(Q, K, scale=torch.ones(2)), r"scale: expected one number, shape \(\) or \(1,\), got \(2,\)"),
-    (lambda: info_nce(Q, K, temperature=0.0), "temperature: expected a finite positive number, got 0.0"),
-    (lambda: info_nce(Q, K, reduction="avg"), "reduction: expected one of"),
-    (lambda: info_nce(Q, K, chunk_size=-1), "chunk_size: expected a number"),
     (lambda: info_nce(Q, K, query_ids=IDS), "key_ids: expected ids, as query_ids is given, got None"),
     (lambda: info_nce(Q, K, EXTRA, **IDS_ALONE), "negative_ids: expected ids, as query_ids is given, got None"),
     (lambda: info_nce(Q, K, **MASKED), "negative_ids: expected None without negatives"),
-    (lambda: info_nce(Q, K, query_ids=IDS[:5], key_ids=IDS), r"query_ids: expected shape \(6,\)"),
-    (lambda: InfoNCELoss(-1.0), "temperature: expected a finite positive number"),
     (lambda: losses.info_nce(Q, K, temperature=torch.ones(3)), "temperature: expected one number"),
-    (lambda: info_nce(Q, K.double()), "key: expected dtype float32 like query"),
-    (lambda: info_nce(Q, K, query_ids=IDS.float(), key_ids=IDS), "query_ids: expected a tensor of dtype int64"),
-    (lambda: info_nce(Q, K, group_name="x"), "group_name: expected the name of a process group of this process, got"),
     (lambda: losses.info_nce(Q, K, group=3), "group: expected a process group that this rank belongs to"),
 ]
 
