@@ -75,6 +75,8 @@ def logprobs(
     """
     for name, value in (("hidden", hidden), ("weight", weight)):
         check_is_tensor(name, value)
+    if bias is not None:
+        check_is_tensor("bias", bias)
     check_tensor("labels", labels, INTEGERS, KINDS[INTEGERS])
     check_flag("entropy", entropy)
     check_linear(hidden, weight, bias, LINEAR)
