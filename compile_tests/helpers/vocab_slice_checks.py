@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from compile_tests.helpers import loss_ops
-from compile_tests.helpers.loss_references import batch
+from compile_tests.helpers.loss_samples import IN_SLICES, make_sample
 from compile_tests.helpers.rank_processes import here
 from compile_tests.helpers.rank_slices import OwnRows, bounds, require_accurate_on_ranks
 from llmk import functional, losses
@@ -105,54 +104,16 @@ def groups_with_skipped_tokens(slicing: str) -> None:
                 )
 
 
-def loss_calls(V: int) -> Iterator[tuple[Op, Sample]]:
-    """Yield a call of each loss, and one where its gradients are made in another way."""
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=here())
-
-    x, weight, target = batch([3, 4, 2, 5], here(), V=V)
-    (B, S), args = target.shape, (x, weight, target)
-    support = torch.cat((target.unsqueeze(-1).flip(1), target.unsqueeze(-1), torch.full_like(target, 3)[..., None]), -1)
-    reference = {"ref_input": randn(B, S, 5), "ref_linear_weight": randn(V, 5)}
-    in_forward = {**reference, "ld_alpha": 0.5, "linear_bias": randn(V)}
-    yield loss_ops.DPO, Sample(args, in_forward, why="pairs in the forward pass")
-    yield loss_ops.DPO, Sample(args, {**reference, "loss_type": "aot"}, why="pairs in the backward pass")
-    yield loss_ops.DPO, Sample(args, {"ref_logps": randn(B), "use_weighting": True}, why="weights of all classes")
-    yield loss_ops.CPO, Sample(args, why="")
-    yield loss_ops.SIMPO, Sample(args, why="")
-    yield loss_ops.ORPO, Sample(args, why="")
-    label = {"label": randn(B) > 0, "ref_logps": randn(B)}
-    yield loss_ops.KTO, Sample(args, label, why="")
-    old = {"old_per_token_logps": randn(B, S) - 3}
-    yield loss_ops.GRPO, Sample((*args, randn(B)), {**old, "entropy_coef": 0.1, "epsilon_high": 30.0}, why="tokens")
-    yield loss_ops.GRPO, Sample((*args, randn(B)), {**old, "support": support}, why="supports across ranks")
-    sequence = {**old, "importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon_high": 30.0}
-    yield loss_ops.GRPO, Sample((*args, randn(B)), {**sequence, "chunk_size": 4}, why="sequences, logits made twice")
-    yield loss_ops.REINFORCE, Sample((*args, randn(B)), why="")
-    rloo = {"old_logps": randn(B) - 18, "epsilon_high": 1e9}
-    yield loss_ops.RLOO, Sample((*args, randn(B)), rloo, why="")
-    values = {name: randn(B, S) for name in ("values", "old_values", "returns")}
-    yield loss_ops.PPO, Sample((*args, randn(B, S)), {**values, **old, "cliprange": 30.0}, why="")
-    yield loss_ops.SFT, Sample(args, {"entropy_coef": 0.1}, why="")
-    yield loss_ops.DFT, Sample(args, why="")
-    teacher = randn(B, S, 5), randn(V, 5)
-    yield loss_ops.DISTILL, Sample((*args, *teacher), {"ce_weight": 0.3}, why="with a cross entropy")
-    top = randn(B, S, V).log_softmax(-1).topk(3)
-    yield loss_ops.TOPK, Sample((*args, top.indices, top.values), {"ce_weight": 0.3}, why="a cross entropy of its own")
-    heads = {"head_weights": [1.0, 0.3], "z_loss": 1e-2}
-    yield loss_ops.HEADS, Sample((x, randn(*x.shape), weight, target), heads, why="two heads")
-
-
 def every_loss(slicing: str, step: int = 1) -> None:
     """The calls of every `step`th loss: slices that are equal are found of the group, others are given."""
     V = 18 * dist.get_world_size() if slicing == "equal" else 37
-    for op, sample in list(loss_calls(V))[::step]:
+    for case in list(IN_SLICES.values())[::step]:
+        op, given = case.loss.op, make_sample(case, here(), V=V)
         if slicing == "equal":
             fn = in_slices(op, op.overload, "shards", lambda own: {"vocab_group": group()})
         else:
             fn = in_slices(op, op.overload, slicing, lambda own: {"vocab_group": own})
-        require_accurate_on_ranks(op, sample, call(op, sample, fn=fn))
+        require_accurate_on_ranks(op, given, call(op, given, fn=fn))
 
 
 def every_operator(x: Tensor, own: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,7 +147,8 @@ def one_graph(backend: str) -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
-SENT = {"linear_logprobs": 5, "fused_linear_policy": 5, "fused_linear_jsd": 8, "fused_linear_jsd_ce": 11}
+SENT = dict.fromkeys(("vocab_parallel_linear_ce", "linear_logprobs", "fused_linear_policy"), 5)
+SENT |= {"fused_linear_jsd": 8, "fused_linear_jsd_ce": 11}
 """The float32 numbers of a token that a rank sends in the forward pass."""
 SENT_AGAIN = {"linear_logprobs": 1}
 """The same in the backward pass, besides the gradient of the hidden states: the logits of the targets, made again."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compile_tests.helpers.wrong_arguments import complete, not_named, wrong_sizes, wrong_values
-from llmk import losses
+from llmk import losses, rl
 
 B, S, H, V = 4, 5, 8, 11
 
@@ -62,6 +62,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (losses.distill, {**TOKENS, **ONE_TEACHER, "token_weights": LOGPS.exp(), "ce_weight": 0.5}),
     (losses.distill, {**TOKENS, **TEACHERS, "teacher_weight": torch.ones(3)}),
     (losses.distill_topk, {**TOKENS, "teacher_ids": IDS, "teacher_logprobs": TOP}),
+    (rl.logprobs, {"hidden": X, "weight": W, "labels": T, "bias": BIAS}),
     (losses.draft, {**TOKENS, **ONE_TEACHER, "vocab_map": torch.arange(V), "token_weights": LOGPS.exp()}),
     (losses.info_nce, {"query": X[0], "key": X[1], "negatives": X[2], "temperature": torch.tensor(0.5)}),
     (losses.late_interaction, {"query": X, "document": X, "query_mask": T != -100, "temperature": torch.tensor(0.5)}),

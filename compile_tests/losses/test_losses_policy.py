@@ -1,159 +1,49 @@
-"""`llmk.losses.grpo` and what differs from it, against compositions in float64 written from the papers."""
+"""`llmk.losses.grpo` and what differs from it: metrics, what is clipped, supports, and terms that verl has."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from compile_tests.helpers.loss_ops import GRPO, PPO, REINFORCE, RLOO
 from compile_tests.helpers.loss_references import batch, logps_of, packed
+from compile_tests.helpers.loss_samples import (
+    BY_TOKEN,
+    GRPO,
+    LENGTHS,
+    OLD,
+    ORDER,
+    PPO,
+    REF,
+    REINFORCE,
+    RLOO,
+    VALUES,
+    make_sample,
+    of,
+)
 from llmk import losses
-from llmk.losses._policy import AGGREGATIONS, TYPES
+from llmk.functional import linear_logprobs
+from llmk.losses._policy import largest_covariance
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.linear_loss.objectives.policy import ESTIMATORS
-from llmk.registry import Op, Sample
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
+from llmk.registry import Sample
 
-LENGTHS = [5, 1, 7, 3, 4, 6]
-ORDER = [3, 1, 0, 5, 2, 4]
-OF_TOKENS = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps")
+CPU = torch.device("cpu")
 
 
-def require(op: Op, sample: Sample) -> None:
-    """The rule of accuracy for the loss and its gradients."""
-    require_accurate(op, sample, call(op, sample))
-
-
-def near(x: Tensor, weight: Tensor, target: Tensor, scale: float) -> Tensor:
-    """Log-probabilities of another policy, so that some ratios are clipped and others not."""
-    scores = torch.nn.functional.linear(x.float(), weight.float()).log_softmax(-1)
-    own = scores.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return own + scale * torch.randn(own.shape).to(own.device)
-
-
-def of_grpo(device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> Sample:
-    x, weight, target = batch(LENGTHS, device, dtype)
-    advantages = torch.randn(len(LENGTHS)).to(device)
-    old = near(x, weight, target, 0.3)
-    return Sample((x, weight, target, advantages), {"old_per_token_logps": old, **options}, why=f"grpo {options}")
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", TYPES)
-def test_types(device: torch.device, loss_type: str, level: str) -> None:
-    require(GRPO, of_grpo(device, torch.bfloat16, loss_type=loss_type, importance_sampling_level=level))
-
-
-@pytest.mark.parametrize("loss_agg", AGGREGATIONS)
-@pytest.mark.parametrize("loss_type", ["grpo", "cispo", "vespo"])
-def test_any_sum_of_any_type(device: torch.device, loss_type: str, loss_agg: str) -> None:
-    options = {"num_items_in_batch": 17.0, "max_completion_length": 11}
-    sample = of_grpo(device, loss_type=loss_type, loss_agg=loss_agg, **options)
-    require(GRPO, sample)
-    x, weight, target, advantages = sample.args
-    args = (x, weight, target, advantages[ORDER])
-    require(GRPO, packed(Sample(args, sample.kwargs, why=sample.why), target, OF_TOKENS, ORDER))
-
-
-@pytest.mark.parametrize("options", [{}, {"count_empty_sequences": False}, {"num_sequences_in_batch": 11}], ids=str)
-@pytest.mark.parametrize("loss_agg", AGGREGATIONS)
-def test_sums_with_empty_sequences(device: torch.device, loss_agg: str, options: dict[str, Any]) -> None:
-    """Two of 6 sequences have no token: each of three losses, padded and packed."""
-    lengths = [0, 4, 1, 0, 3, 2]
-    x, weight, target = batch(lengths, device)
-    rows, order = torch.randn(6).to(device), [0, 2, 1, 3, 5, 4]  # an empty one first
-    others = {"loss_agg": loss_agg, "max_completion_length": 7, "num_items_in_batch": 13.0, **options}
-    values = {name: torch.randn(target.shape).to(device) for name in ("values", "old_values", "returns")}
-    old = {"old_per_token_logps": near(x, weight, target, 0.3)}
-    for op, advantages, given in (
-        (GRPO, rows, {"loss_type": "cispo", "importance_sampling_level": "sequence", **old}),
-        (REINFORCE, rows, {}),
-        (PPO, torch.randn(target.shape).to(device), {**values, **old}),
-    ):
-        padded = Sample((x, weight, target, advantages), given | others, why="empty sequences")
-        require(op, padded)
-        if advantages.dim() == 1:
-            padded = Sample((x, weight, target, advantages[order]), padded.kwargs, why=padded.why)
-        require(op, packed(padded, target, (*OF_TOKENS, *values), order))
-
-
-@pytest.mark.parametrize(("level", "packs"), [("token", False), ("sequence", True)])
-@pytest.mark.parametrize("loss_type", TYPES)
-def test_every_option_packed_and_padded(device: torch.device, loss_type: str, level: str, packs: bool) -> None:
-    x, weight, target = batch(LENGTHS, device)
-    options = {
-        "ref_per_token_logps": near(x, weight, target, 0.5),
-        "beta": 0.2,
-        "epsilon": 0.1,
-        "epsilon_high": 0.28,
-        "delta": 1.5,
-        "importance_sampling_ratio": torch.rand(target.shape).to(device) + 0.5,
-        "entropy_coef": 0.3,
-        "num_items_in_batch": 17.0,
-        "max_completion_length": 11,
-        "off_policy_mask_threshold": 0.05,
-        "sampling_per_token_logps": near(x, weight, target, 0.2),
-        "temperature": 0.8,
-        "skip_ignored": True,
-    }
-    sample = of_grpo(device, loss_type=loss_type, importance_sampling_level=level, **options)
-    if packs:
-        args = (x, weight, target, sample.args[3][ORDER])  # in the order of the sequences' numbers
-        sample = packed(Sample(args, sample.kwargs, why=sample.why), target, OF_TOKENS, ORDER)
-    require(GRPO, sample)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("corrected", [False, True])
-def test_divergence_from_the_reference(device: torch.device, estimator: str, corrected: bool) -> None:
-    sample = of_grpo(device, beta=0.7, kl_estimator=estimator, use_bias_correction_kl=corrected)
-    x, weight, target, _ = sample.args
-    kwargs = sample.kwargs | {"ref_per_token_logps": near(x, weight, target, 0.5)}
-    require(GRPO, Sample(sample.args, kwargs, why=f"kl {estimator}"))
-
-
-@pytest.mark.parametrize(("level", "packs"), [("token", False), ("sequence", True)])
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo", "vespo"])
-def test_log_ratios_with_a_bound(device: torch.device, loss_type: str, level: str, packs: bool) -> None:
-    """Only the bound acts, with a wide clip: of the ratio, and of the divergence times it."""
-    x, weight, target = batch(LENGTHS, device)
-    bound = 0.1 if level == "sequence" else 0.3
-    options = {"max_log_ratio": bound, "epsilon": 0.9, "epsilon_high": 9.0, "beta": 0.7, "loss_type": loss_type}
-    options |= {"importance_sampling_level": level, "ref_per_token_logps": near(x, weight, target, 0.5)}
-    sample = of_grpo(device, **options)
-    if packs:
-        args = (x, weight, target, sample.args[3][ORDER])
-        sample = packed(Sample(args, sample.kwargs, why=sample.why), target, OF_TOKENS, ORDER)
-    require(GRPO, sample)
-    without = {name: value for name, value in sample.kwargs.items() if name != "max_log_ratio"}
-    assert losses.grpo(*sample.args, **sample.kwargs)[0] != losses.grpo(*sample.args, **without)[0]
-
-
-@pytest.mark.parametrize("loss_type", TYPES)
-def test_first_step_and_advantages_of_tokens(device: torch.device, loss_type: str) -> None:
-    """The ratio is 1 without the old policy, and its gradient that of log pi."""
-    x, weight, target = batch(LENGTHS, device)
-    require(
-        GRPO, Sample((x, weight, target, torch.randn(target.shape).to(device)), {"loss_type": loss_type}, why="first")
-    )
-
-
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.999])
-def test_tokens_of_high_entropy(device: torch.device, share: float) -> None:
-    require(GRPO, of_grpo(device, top_entropy_quantile=share, entropy_coef=0.3))
-    require(GRPO, of_grpo(device, top_entropy_quantile=share, loss_type="luspo", importance_sampling_level="sequence"))
+def loss_of(sample: Sample, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return losses.grpo(*sample.args, **sample.kwargs | options)
 
 
 @pytest.mark.parametrize("of_sequences", [False, True])
 def test_metrics_of_the_sampler(device: torch.device, of_sequences: bool) -> None:
-    sample = of_grpo(device)
-    x, weight, target, _ = sample.args
-    counts, old = target != -100, sample.kwargs["old_per_token_logps"]
-    sampled = near(x, weight, target, 0.2)
+    sample = make_sample(of(GRPO, OLD, "sampling_per_token_logps"), device)
+    target, old, sampled = sample.args[2], sample.kwargs[OLD], sample.kwargs["sampling_per_token_logps"]
+    counts = target != -100
     sampled[1][counts[1]] = float("nan")  # a sequence of one token that the sampler did not score
     ratio = torch.rand(len(target) if of_sequences else target.shape).to(device) + 0.5
-    given = {"importance_sampling_ratio": ratio, "sampling_per_token_logps": sampled}
-    _, metrics = losses.grpo(*sample.args, **sample.kwargs, **given)
+    _, metrics = loss_of(sample, importance_sampling_ratio=ratio)
     ratios = ratio if of_sequences else ratio[counts]
     known = counts & ~sampled.isnan()
     assert 0 < known.sum() < counts.sum()
@@ -169,69 +59,144 @@ def test_metrics_of_the_sampler(device: torch.device, of_sequences: bool) -> Non
         torch.testing.assert_close(metrics[f"sampling/{name}"], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_metrics(device: torch.device) -> None:
-    sample = of_grpo(device)
-    _, metrics = losses.grpo(*sample.args, **sample.kwargs)
+def test_metrics_of_clipping(device: torch.device) -> None:
+    sample = make_sample(of(GRPO, OLD), device)
+    _, metrics = loss_of(sample)
     x, weight, target, advantages = sample.args
-    old = sample.kwargs["old_per_token_logps"]
+    old = sample.kwargs[OLD]
     low, high = [], []
     for i, logp in enumerate(logps_of(x, weight, target)):
         ratio = (logp - old[i][target[i] != -100]).exp()
         low.append((ratio < 0.8) & (advantages[i] < 0))
         high.append((ratio > 1.2) & (advantages[i] > 0))
+    means = [[each.float().mean() for each in of_each if len(each)] for of_each in (low, high)]
     wanted = {
         "clip_ratio/low_mean": torch.cat(low).float().mean(),
         "clip_ratio/high_mean": torch.cat(high).float().mean(),
         "clip_ratio/region_mean": torch.cat(low + high).float().sum() / sum(LENGTHS),
-        "clip_ratio/low_min": min(x.float().mean() for x in low),
-        "clip_ratio/high_max": max(x.float().mean() for x in high),
+        "clip_ratio/low_min": min(means[0]),
+        "clip_ratio/high_max": max(means[1]),
     }
     assert 0 < wanted["clip_ratio/region_mean"] < 1
     for name, value in wanted.items():
         torch.testing.assert_close(metrics[name], value, msg=lambda text, name=name: f"{name}: {text}")
-    assert not any(value.requires_grad for value in metrics.values())
 
 
-@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 9.0}], ids=str)
-def test_reinforce(device: torch.device, options: dict[str, Any]) -> None:
-    x, weight, target = batch(LENGTHS, device)
-    require(REINFORCE, Sample((x, weight, target, torch.randn(len(LENGTHS)).to(device)), options, why="reinforce"))
-    require(REINFORCE, Sample((x, weight, target, torch.randn(target.shape).to(device)), options, why="of tokens"))
+@pytest.mark.parametrize("bound", [1.05, 1.2])
+def test_metrics_of_bounds(bound: float, device: torch.device) -> None:
+    _, metrics = loss_of(make_sample(of(GRPO, OLD, BY_TOKEN, clip_ratio_c=bound), device))
+    assert 0 < metrics["clip_ratio/dual_mean"] < 1
+    sample = make_sample(of(PPO, OLD, *VALUES, clip_ratio_c=bound), device)
+    assert 0 < losses.ppo(*sample.args, **sample.kwargs)[1]["policy/clipfrac_dual_avg"] < 1
+    for name, epsilon in (("dppo_tv", 5e-4), ("dppo_kl", 5e-5)):
+        bounds = {"loss_type": name, "epsilon": epsilon, "epsilon_high": epsilon / 10}
+        assert 0 < loss_of(make_sample(of(GRPO, OLD, **bounds), device))[1]["dppo_clip_ratio"] < 0.8
 
 
-@pytest.mark.parametrize("packs", [False, True])
-def test_rloo(device: torch.device, packs: bool) -> None:
-    """An empty completion has a loss too, though no token has it."""
-    x, weight, target = batch([5, 1, 7, 0, 4, 6], device)
-    old = torch.stack([logp.sum() for logp in logps_of(x, weight, target)]) + 0.3 * torch.randn(len(LENGTHS)).to(device)
-    advantages = torch.randn(len(LENGTHS)).to(device)
-    if packs:
-        old, advantages = old[ORDER], advantages[ORDER]
-    options = {"old_logps": old, "epsilon_high": 0.28, "max_log_ratio": 0.2, "num_items_in_batch": 11}
-    sample = Sample((x, weight, target, advantages), options, why="rloo")
-    require(RLOO, packed(sample, target, (), ORDER) if packs else sample)
+def test_losses_that_are_one_another(device: torch.device) -> None:
+    """Above the clip a dual bound is delta; an estimator's value is another's; GPG is REINFORCE over the batch."""
+    sample = make_sample(of(GRPO, OLD, REF, beta=0.7), device)
+    dual, delta = (loss_of(sample, **{name: 1.3})[0] for name in ("clip_ratio_c", "delta"))
+    assert torch.equal(dual, delta)
+    assert dual != loss_of(sample)[0]
+    k3, corrected = (loss_of(sample, kl_estimator=name)[0] for name in ("k3", "k3+"))
+    torch.testing.assert_close(k3, corrected)
+    gpg = make_sample(of(GRPO, OLD, loss_type="gpg"), device)
+    torch.testing.assert_close(loss_of(gpg)[0], losses.reinforce(*gpg.args)[0])
 
 
-@pytest.mark.parametrize("packs", [False, True])
-def test_ppo(device: torch.device, packs: bool) -> None:
-    x, weight, target = batch(LENGTHS, device)
-    advantages, values, old_values, returns = (torch.randn(target.shape).to(device) for _ in range(4))
-    old_values = values + 0.3 * old_values
-    kwargs = {
-        "old_per_token_logps": near(x, weight, target, 0.3),
-        "values": values,
-        "old_values": old_values,
-        "returns": returns,
-        "vf_coef": 0.7,
-        "max_log_ratio": 0.2,
-    }
-    sample = Sample((x, weight, target, advantages), kwargs, why="ppo")
-    require(PPO, packed(sample, target, tuple(kwargs)[:4], ORDER) if packs else sample)
+@pytest.mark.parametrize("loss", [losses.grpo, losses.ppo])
+@pytest.mark.parametrize("bound", [1.0, 0.2, float("nan"), float("inf")])
+def test_dual_clips_that_are_refused(loss: Any, bound: float) -> None:
+    sample = make_sample(of(GRPO, OLD), CPU)
+    with pytest.raises(ValueError, match=f"clip_ratio_c: expected a finite number above 1, got {bound}"):
+        loss(*sample.args, **sample.kwargs, clip_ratio_c=bound)
 
 
-def of_supports(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Sample, float]:
+def test_gmpo_where_some_tokens_have_no_advantage(device: torch.device) -> None:
+    """Their ratios have A's sign, which is 0, as a factor of their logarithms, and no part in the geometric mean."""
+    sample = make_sample(of(GRPO, OLD, BY_TOKEN, loss_type="gmpo", epsilon=0.3, epsilon_high=0.5), device)
+    sample.args[3][:, ::2] = 0.0
+    for each in (sample, packed(sample, sample.args[2], (OLD,))):
+        require_accurate(GRPO.op, each, call(GRPO.op, each))
+
+
+def test_what_gmpo_clips(device: torch.device) -> None:
+    """No gradient goes through a token that is clipped, and all through the others of its sequence."""
+    sample = make_sample(of(GRPO, OLD, loss_type="gmpo", epsilon=0.3, epsilon_high=0.3), device)
+    x, weight, target, advantages = sample.args
+    advantages.copy_(torch.tensor([1.0, -1.0, -2.0, 1.0, 1.0, -1.0]))
+    own, _ = linear_logprobs(x, weight, target)
+    loss, metrics = loss_of(Sample((x.requires_grad_(), *sample.args[1:]), sample.kwargs))
+    (grad,) = torch.autograd.grad(loss, x)
+    clips = (advantages.sign().unsqueeze(1) * (own - sample.kwargs[OLD]) > 0.3) & (target != -100)
+    assert torch.equal(grad.any(-1), (target != -100) & ~clips)
+    torch.testing.assert_close(metrics["clip_ratio/region_mean"], clips.sum() / (target != -100).sum())
+    assert 0 < metrics["clip_ratio/region_mean"] < 1
+
+
+def test_gmpo_without_tokens_of_low_entropy_is_refused() -> None:
+    with pytest.raises(ValueError, match="top_entropy_quantile: expected 1 with loss_type 'gmpo'"):
+        loss_of(make_sample(of(GRPO, OLD, loss_type="gmpo", top_entropy_quantile=0.5), CPU))
+
+
+def test_dppo_of_probabilities_0_and_1(device: torch.device) -> None:
+    """KL(old, pi) is infinite where pi has no probability for what old has, and 0 where both are the same."""
+    logps = torch.tensor([0.0, 0.0, -1e-9, -0.1, 0.0, -200.0, -1.0], device=device)
+    old = torch.tensor([0.0, -0.1, 0.0, 0.0, -1e-9, -1.0, -200.0], device=device)
+    options = PolicyOptions("dppo_kl", epsilon=0.05, epsilon_high=0.05)
+    ones = torch.ones_like(old)
+    kept = {}
+    for sign in (1.0, -1.0):
+        terms = PolicyTerms(
+            advantages=sign * ones, token_weight=ones, old_logps=old, options=options, level=lambda values: values
+        )
+        mask = terms.keeps(logps)
+        assert mask is not None
+        kept[sign] = mask.tolist()
+    assert kept[1.0] == [True, False, True, True, False, True, False]
+    assert kept[-1.0] == [True, True, True, False, True, False, True]
+
+
+def test_how_many_have_the_largest_covariance(device: torch.device) -> None:
+    """There is at least one, of equal ones the first, and none of those that do not count."""
+    logps = torch.tensor([[3.0, -3.0, 3.0, 0.0], [9.0, -3.0, -3.0, 3.0]], device=device)
+    mask = torch.tensor([[True, True, True, True], [False, True, True, True]], device=device)
+    advantages = logps.clamp(-3.0, 3.0)
+    for fraction, count in ((0.0, 1), (0.28, 1), (0.3, 2), (0.9, 6), (1.0, 7)):
+        selected = largest_covariance(logps, advantages, mask, fraction)
+        equal, last = [0, 1, 2, 5, 6, 7], [3]  # the product is 9, and 0 for the last
+        assert selected.flatten().nonzero().flatten().tolist() == sorted([*equal, *last][:count])
+    assert not largest_covariance(logps, advantages, torch.zeros_like(mask), 0.5).any()
+    assert largest_covariance(logps[:0], advantages[:0], mask[:0], 0.5).shape == (0, 4)
+
+
+NEW: list[dict[str, Any]] = [
+    {"loss_type": "gmpo", "epsilon": 0.2, "beta": 0.5, "max_log_ratio": 0.2, "count_empty_sequences": False},
+    {"loss_type": "kl_cov", "kl_cov_ratio": 1.0, "loss_agg": "sequence_mean"},  # of two tokens both products are equal
+    {"loss_type": "dppo_kl", "epsilon": 1e-3, "beta": 0.5, "kl_estimator": "k3+", "num_sequences_in_batch": 4},
+]
+
+
+@pytest.mark.parametrize("options", NEW, ids=lambda options: options["loss_type"])
+def test_one_graph(options: dict[str, Any], device: torch.device) -> None:
+    """No wait for the device and no graph for each size."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(losses.grpo, fullgraph=True, dynamic=True, backend=counter)
+    for lengths in ([3, 4, 2, 5], [2, 0, 1]):
+        x, weight, target = batch(lengths, device)
+        near = {name: torch.randn(target.shape, device=device) - 3 for name in (OLD, REF)}
+        arguments = x.requires_grad_(), weight.requires_grad_(), target, torch.randn(len(lengths), device=device)
+        found, eager = (fn(*arguments, **near, **options)[0] for fn in (compiled, losses.grpo))
+        torch.testing.assert_close(found, eager)
+        torch.testing.assert_close(*(torch.autograd.grad(loss, arguments[:2]) for loss in (found, eager)))
+    assert counter.frame_count == 1
+
+
+def of_supports(device: torch.device) -> tuple[Sample, float]:
     """Supports of which some do not hold the target, one holds no id; and the fraction of those that do not."""
-    sample = of_grpo(device, dtype, epsilon=0.1, epsilon_high=0.28)
+    sample = make_sample(of(GRPO, OLD, epsilon=0.1, epsilon_high=0.28), device)
     target = sample.args[2]
     support = torch.randint(-4, 37, (*target.shape, 9)).to(device)
     support[..., 3] = support[..., 5] = target.clamp(min=0)
@@ -245,30 +210,22 @@ def of_supports(device: torch.device, dtype: torch.dtype = torch.float32) -> tup
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "vespo"])
 def test_supports_packed_and_padded(device: torch.device, loss_type: str) -> None:
     sample, outside = of_supports(device)
-    x, weight, target, advantages = sample.args
     options = {"loss_type": loss_type, "entropy_coef": 0.3, "skip_ignored": loss_type == "grpo"}
     sample = Sample(sample.args, sample.kwargs | options, why=sample.why)
-    require(GRPO, sample)
-    args = (x, weight, target, advantages[ORDER])
-    names = (*OF_TOKENS, "support")
-    rows = packed(Sample(args, sample.kwargs, why=sample.why), target, names, ORDER)
-    require(GRPO, rows)
-    found, expected = (losses.grpo(*each.args, **each.kwargs) for each in (rows, sample))
+    args = (*sample.args[:3], sample.args[3][ORDER])
+    rows = packed(Sample(args, sample.kwargs, why=sample.why), sample.args[2], (OLD, "support"), ORDER)
+    for each in (sample, rows):
+        require_accurate(GRPO.op, each, call(GRPO.op, each))
+    found, expected = loss_of(rows), loss_of(sample)
     torch.testing.assert_close(found, expected)
     assert found[1]["outside_support"].item() == pytest.approx(outside)
 
 
 def test_supports_of_the_other_policies(device: torch.device) -> None:
-    sample, outside = of_supports(device, torch.bfloat16)
-    old, support = sample.kwargs["old_per_token_logps"], sample.kwargs["support"]
-    sums = torch.where(sample.args[2] != -100, old, 0.0).sum(-1)
-    values = {name: torch.randn(old.shape).to(device) for name in ("values", "old_values", "returns")}
-    calls: list[tuple[Op, dict[str, Tensor]]] = [(REINFORCE, {}), (RLOO, {"old_logps": sums})]
-    for op, given in (*calls, (PPO, {"old_per_token_logps": old, **values})):
-        advantages = old - old.mean() if op is PPO else sample.args[3]
-        args = (*sample.args[:3], advantages)
-        require(op, Sample(args, given | {"support": support}, why=op.name))
-        _, metrics = getattr(losses, op.name)(*args, **given, support=support)
+    given, outside = of_supports(device)
+    for loss, *tensors in ((REINFORCE,), (RLOO, "old_logps"), (PPO, OLD, *VALUES)):
+        sample = make_sample(of(loss, *tensors), device)
+        _, metrics = loss.fn(*given.args[:3], *sample.args[3:], **sample.kwargs, support=given.kwargs["support"])
         assert metrics["outside_support"].item() == pytest.approx(outside)
 
 

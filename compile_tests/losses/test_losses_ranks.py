@@ -20,38 +20,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from compile_tests.helpers import loss_ops
-from compile_tests.helpers.loss_calls import LOSSES, given, gradients
-from compile_tests.helpers.loss_references import batch, packed
+from compile_tests.helpers import loss_calls
+from compile_tests.helpers.loss_calls import LOSSES, gradients
+from compile_tests.helpers.loss_samples import CONTEXT, DATA, GRPO, OLD, PACKED_ON_RANKS, Loss, make_sample, of
+from compile_tests.helpers.loss_samples import ON_RANKS as CASES
 from compile_tests.helpers.rank_processes import errors_of_ranks, here
 from compile_tests.helpers.supervised_references import two_heads
 from llmk import losses
 from llmk.opcheck.calls import call, require_accurate
-from llmk.registry import Op, Sample
+from llmk.registry import Sample
 
-PAIRS = [5, 1, 7, 3, 4, 6, 2, 7]  # chosen completions, then rejected ones
-LENGTHS = [5, 1, 7, 0, 4, 6]
-BY_TURNS = [0, 4, 1, 5, 2, 6, 3, 7]
 OWNERS = {1: [0], 2: [0, 1, 1], 4: [0, 3, 1, 1]}
 """The ranks that have one sequence or pair after the other, again and again: of four, one has none."""
-
-
-class Loss(NamedTuple):
-    fn: Callable[..., Any]
-    op: Op
-    in_pairs: bool = False
-    has_sequences: bool = True  # and not tokens alone, which only `group` has
-
-
-DPO, CPO = Loss(losses.dpo, loss_ops.DPO, in_pairs=True), Loss(losses.cpo, loss_ops.CPO, in_pairs=True)
-SIMPO, ORPO = Loss(losses.simpo, loss_ops.SIMPO, in_pairs=True), Loss(losses.orpo, loss_ops.ORPO, in_pairs=True)
-KTO, GRPO = Loss(losses.kto, loss_ops.KTO), Loss(losses.grpo, loss_ops.GRPO)
-REINFORCE, RLOO = Loss(losses.reinforce, loss_ops.REINFORCE), Loss(losses.rloo, loss_ops.RLOO)
-PPO = Loss(losses.ppo, loss_ops.PPO)
-SFT, DFT = Loss(losses.sft, loss_ops.SFT, has_sequences=False), Loss(losses.dft, loss_ops.DFT, has_sequences=False)
-DISTILL = Loss(losses.distill, loss_ops.DISTILL, has_sequences=False)
-TOPK = Loss(losses.distill_topk, loss_ops.TOPK, has_sequences=False)
-HEADS = Loss(two_heads, loss_ops.HEADS, has_sequences=False)
 
 
 class OwnPart(torch.autograd.Function):
@@ -141,123 +121,16 @@ def parallel(loss: Loss, split: Split, fn: Callable[..., Any], found: dict[str, 
     return of_ranks
 
 
-def check(loss: Loss, sample: Sample, split: Split, compiled: bool) -> None:
+def check(loss: Loss, given: Sample, split: Split, compiled: bool) -> None:
     fn: Any = torch.compile(loss.fn, backend="aot_eager", fullgraph=True) if compiled else loss.fn
     op, found = loss.op, {}
-    outcome = call(op, sample, fn=parallel(loss, split, fn, found))
+    outcome = call(op, given, fn=parallel(loss, split, fn, found))
     if dist.get_rank() == 0:  # the others have the same
-        require_accurate(op, sample, outcome)
-        _, whole = loss.fn(*sample.args, **sample.kwargs)
+        require_accurate(op, given, outcome)
+        _, whole = loss.fn(*given.args, **given.kwargs)
         torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def of_pairs(is_packed: bool = False, **options: Any) -> Sample:
-    """Options may have `ref_logps`, `label` or `num_sequences` that are True, in whose place are numbers."""
-    x, weight, target = batch(PAIRS, here())
-    values: dict[str, Any] = {
-        "ref_logps": -3.0 * (target != -100).sum(-1) + torch.randn(8),
-        "label": torch.arange(8) % 3 == 0,
-        "num_sequences": 8,
-        "ref_input": torch.randn(*target.shape, 5),
-        "ref_linear_weight": torch.randn(37, 5),
-    }
-    options = {name: values.get(name, value) for name, value in options.items()}
-    if not is_packed:
-        return Sample((x, weight, target), options, why=f"{sorted(options)}")
-    of_kto = "label" in options
-    options = {k: v[BY_TURNS] if k in ("ref_logps", "label") else v for k, v in options.items()}
-    options |= {} if of_kto else {"pair_order": "interleaved"}
-    return packed(Sample((x, weight, target), options, why="pairs"), target, (), BY_TURNS)
-
-
-def of_policy(*names: str, is_packed: bool = False, **options: Any) -> Sample:
-    """A batch with advantages, and with those of the values below that are named."""
-    x, weight, target = batch(LENGTHS, here())
-    scores = torch.nn.functional.linear(x, weight).log_softmax(-1)
-    own = scores.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    values = {
-        "old_per_token_logps": own + 0.3 * torch.randn(own.shape),
-        "ref_per_token_logps": own + 0.3 * torch.randn(own.shape),
-        "sampling_per_token_logps": own + 0.3 * torch.randn(own.shape),
-        "importance_sampling_ratio": torch.rand(own.shape) + 0.5,
-        "support": torch.cat([target.unsqueeze(-1), torch.randint(0, 37, (*target.shape, 9))], -1).roll(1, 0),
-        "old_logps": torch.where(target == -100, 0.0, own).sum(-1) + 0.3 * torch.randn(6),
-        "values": torch.randn(own.shape),
-        "old_values": torch.randn(own.shape),
-        "returns": torch.randn(own.shape),
-    }
-    options |= {name: values[name] for name in names}
-    advantages = torch.randn(own.shape) if "values" in names else torch.randn(6)
-    sample = Sample((x, weight, target, advantages), options, why=f"{sorted(options)}")
-    return packed(sample, target, tuple(name for name in names if name != "old_logps")) if is_packed else sample
-
-
-def of_tokens(loss: Loss, **options: Any) -> Sample:
-    x, weight, target = batch(LENGTHS, here())
-    if options.pop("weighted", False):
-        options["token_weights"] = torch.rand(target.shape)
-    args: tuple[Tensor, ...] = (x, weight, target)
-    if loss is HEADS:
-        args = (x, torch.randn_like(x), weight, target)
-    if loss is DISTILL:
-        args = (*args, torch.randn(*target.shape, 7), torch.randn(37, 7))
-    if loss is TOPK:
-        top = torch.randn(*target.shape, 37).log_softmax(-1).topk(4)
-        args = (*args, top.indices, top.values)
-    return Sample(args, options, why=f"{sorted(options)}")
-
-
-MIXTURE = {"loss_type": ["sigmoid", "ipo", "sft"], "loss_weights": [0.8, 0.2, 1.5]}
-ITEMS = {"num_items_in_batch": 11, "num_chosen_tokens_in_batch": 70.0}
-OLD = "old_per_token_logps"
-EVERYTHING = (OLD, "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
-DATA, CONTEXT = "data", "context"
-CASES: dict[str, tuple[Loss, Callable[[], Sample], str]] = {
-    "dpo": (DPO, lambda: of_pairs(ref_logps=True), ""),
-    "dpo mixture": (DPO, lambda: of_pairs(ref_input=True, ref_linear_weight=True, **MIXTURE), ""),
-    "dpo sft": (DPO, lambda: of_pairs(ref_logps=True, loss_type="sft"), ""),
-    "wpo": (DPO, lambda: of_pairs(ref_logps=True, use_weighting=True, loss_type=["ipo", "sft"]), ""),
-    "dpo items": (DPO, lambda: of_pairs(ref_logps=True, **MIXTURE, **ITEMS), ""),
-    "aot": (DPO, lambda: of_pairs(ref_logps=True, loss_type="aot"), CONTEXT),
-    "ld_alpha": (DPO, lambda: of_pairs(ref_logps=True, ld_alpha=0.3), DATA),
-    "dpo packed": (DPO, lambda: of_pairs(True, ref_logps=True, **MIXTURE), ""),
-    "cpo": (CPO, of_pairs, ""),
-    "cpo alpha": (CPO, lambda: of_pairs(alpha=0.3), ""),
-    "cpo packed": (CPO, lambda: of_pairs(True, num_sequences=True), ""),
-    "cpo packed, number unknown": (CPO, lambda: of_pairs(True), DATA),
-    "simpo": (SIMPO, of_pairs, ""),
-    "orpo": (ORPO, of_pairs, ""),
-    "kto": (KTO, lambda: of_pairs(ref_logps=True, label=True, kl=torch.tensor(0.4)), ""),
-    "kto items": (KTO, lambda: of_pairs(ref_logps=True, label=True, num_items_in_batch=11), ""),
-    "kto packed": (KTO, lambda: of_pairs(True, ref_logps=True, label=True), ""),
-    "bnpo": (GRPO, lambda: of_policy(loss_type="bnpo", entropy_coef=0.1), ""),
-    "dapo": (GRPO, lambda: of_policy(*EVERYTHING, beta=0.2, entropy_coef=0.1), ""),
-    "grpo": (GRPO, lambda: of_policy(OLD, loss_type="grpo", clip_ratio_c=1.3), ""),
-    "grpo nonempty": (GRPO, lambda: of_policy(OLD, loss_type="grpo", count_empty_sequences=False), ""),
-    "luspo items": (GRPO, lambda: of_policy(OLD, loss_type="luspo", num_sequences_in_batch=9), ""),
-    "dr_grpo": (GRPO, lambda: of_policy(OLD, loss_type="dr_grpo", max_completion_length=12), ""),
-    "gspo": (GRPO, lambda: of_policy(*EVERYTHING, beta=0.2, importance_sampling_level="sequence"), ""),
-    "gspo packed": (GRPO, lambda: of_policy(OLD, importance_sampling_level="sequence", is_packed=True), ""),
-    "gmpo": (GRPO, lambda: of_policy(OLD, loss_type="gmpo", epsilon=0.4), ""),
-    "cispo": (GRPO, lambda: of_policy(OLD, loss_type="cispo"), ""),
-    "vespo": (GRPO, lambda: of_policy(OLD, loss_type="vespo"), ""),
-    "off policy": (GRPO, lambda: of_policy(OLD, off_policy_mask_threshold=0.02), ""),
-    "dppo": (GRPO, lambda: of_policy(OLD, loss_type="dppo_tv"), ""),
-    "support": (GRPO, lambda: of_policy(OLD, "support"), ""),
-    "rloo": (RLOO, lambda: of_policy("old_logps"), ""),
-    "rloo packed": (RLOO, lambda: of_policy("old_logps", is_packed=True, num_items_in_batch=9), ""),
-    "reinforce": (REINFORCE, lambda: of_policy(loss_agg="sequence_sum"), ""),
-    "ppo": (PPO, lambda: of_policy(OLD, "values", "old_values", "returns", loss_agg="sequence_mean"), ""),
-    "sft": (SFT, lambda: of_tokens(SFT, weighted=True, entropy_coef=0.2), ""),
-    "sft items": (SFT, lambda: of_tokens(SFT, num_items_in_batch=31), ""),
-    "dft": (DFT, lambda: of_tokens(DFT), ""),
-    "distill": (DISTILL, lambda: of_tokens(DISTILL, ce_weight=0.4), ""),
-    "distill weights": (DISTILL, lambda: of_tokens(DISTILL, ce_weight=0.4, weighted=True), ""),
-    "distill alone": (DISTILL, lambda: of_tokens(DISTILL), ""),
-    "topk": (TOPK, lambda: of_tokens(TOPK, ce_weight=0.4, weighted=True), ""),
-    "heads": (HEADS, lambda: of_tokens(HEADS, head_weights=[1.0, 0.3], z_loss=1e-2), DATA),
-}
-"""The loss, its arguments, and whether ranks share sequences or tokens alone; "" is both."""
 COMPILED = [("dpo sft", DATA), ("rloo", CONTEXT)]
 """Each is a graph; Inductor would take the C++ compiler a minute more."""
 
@@ -278,7 +151,7 @@ class Model(torch.nn.Module):
 def averaged(wrap: Callable[[Model], torch.nn.Module]) -> None:
     """A wrapper that averages gradients over R ranks, given R times the loss, has those of one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model, whole = Model(), of_policy(loss_type="grpo")
+    model, whole = Model(), make_sample(of(GRPO, loss_type="grpo"), here())
     exact = copy.deepcopy(model).double()
     x, weight, target, advantages = whole.args
     exact(Sample((x.double(), weight, target, advantages.double()), whole.kwargs)).backward()
@@ -299,7 +172,7 @@ def several_models() -> None:
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     for name in ("distill_both_kinds", "draft"):
-        inputs, others = given(name, [3, 4, 2, 5], here())
+        inputs, others = loss_calls.given(name, [3, 4, 2, 5], here())
         others["token_weights"][0] = 0.0
         others.pop("num_items_in_batch", None)
         last = 4 if rank == world - 1 else rank + 1  # of two ranks, one sequence and three
@@ -325,9 +198,9 @@ def _rows_of(rows: Tensor, value: Any) -> Any:
 
 def ratios(split: Split) -> None:
     """Ratios of sequences whose tokens ranks share, or which they have each for itself, and their metrics."""
-    sample = of_policy(OLD, "sampling_per_token_logps")
-    old, sampler = sample.kwargs[OLD], sample.kwargs["sampling_per_token_logps"]
-    mask = sample.args[2] != -100
+    given = make_sample(of(GRPO, OLD, "sampling_per_token_logps"), here())
+    old, sampler = given.kwargs[OLD], given.kwargs["sampling_per_token_logps"]
+    mask = given.args[2] != -100
     rank = dist.get_rank()
     rows, columns = (
         torch.tensor(split.sequences(rank, 6, False, False), dtype=torch.int64),
@@ -348,17 +221,17 @@ def ratios(split: Split) -> None:
 
 def a_token_of_no_sequence() -> None:
     """The loss is NaN on all ranks where one has such a token."""
-    sample = of_pairs(True, ref_logps=True)
-    sample.kwargs["sequence_ids"][0, 3] += 8 * (dist.get_rank() == 1)
-    sample.args[2][0, 3] = 0
+    given = make_sample(CASES["dpo"], here(), packs=True)
+    given.kwargs["sequence_ids"][0, 3] += 8 * (dist.get_rank() == 1)
+    given.args[2][0, 3] = 0
     for name in ("group", "context_group"):
-        loss, _ = losses.dpo(*sample.args, **sample.kwargs, **{name: dist.group.WORLD})  # type: ignore[arg-type]
+        loss, _ = losses.dpo(*given.args, **given.kwargs, **{name: dist.group.WORLD})  # type: ignore[arg-type]
         assert loss.isnan()
 
 
 def refused() -> None:
     """A rank refuses these calls before it computes anything."""
-    pairs, policy = of_pairs(ref_logps=True), of_policy()
+    pairs, policy = make_sample(CASES["dpo"], here()), make_sample(of(GRPO), here())
     mesh = init_device_mesh(here().type, (2, dist.get_world_size() // 2))
     world: dict[str, Any] = {"group": dist.group.WORLD}
     context: dict[str, Any] = {"context_group": dist.group.WORLD}
@@ -389,14 +262,18 @@ def calls(rank: int, world: int) -> dict[str, Callable[[], None]]:
         {DATA: Split(world, 1), CONTEXT: Split(1, world)} if world == 2 else {"both": Split(2, 2), DATA: Split(4, 1)}
     )
 
-    def add(name: str, way: str, compiled: bool = False) -> None:
-        loss, make, only = CASES[name]
-        if only in ("", way):
-            found[f"{name}, {way}, {compiled}"] = lambda: check(loss, make(), splits[way], compiled)
+    def add(name: str, way: str, packs: bool = False, compiled: bool = False) -> None:
+        case = CASES[name]
+        if case.only in ("", way):
+            found[f"{name}, {way}, {packs}, {compiled}"] = lambda: check(
+                case.loss, make_sample(case, here(), packs=packs), splits[way], compiled
+            )
 
     for way in splits:
         for name in CASES:
             add(name, way)
+        for name in PACKED_ON_RANKS:
+            add(name, way, packs=True)
     for name, way in COMPILED if world == 2 else []:
         add(name, way, compiled=True)
     found |= {f"sampling_ratio, {way}": functools.partial(ratios, split) for way, split in splits.items()}
@@ -414,7 +291,7 @@ def test_ranks(world: int, tmp_path: Path, device: torch.device) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_no_group(name: str) -> None:
     fn, _ = LOSSES[name]
-    inputs, others = given(name, [2, 3], torch.device("cpu"))
+    inputs, others = loss_calls.given(name, [2, 3], torch.device("cpu"))
     with pytest.raises(ValueError, match=r"^group: expected the name of a process group of this process, got 'none'"):
         fn(*inputs, **others, group="none")
     with pytest.raises(TypeError, match=r"^group: expected a process group that this rank belongs to, .* got int"):

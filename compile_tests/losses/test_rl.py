@@ -62,18 +62,6 @@ def test_values_and_gradients(dtype: torch.dtype, entropy: bool, device: torch.d
         require_accurate(op, sample, call(op, sample, fn=function(entropy)))
 
 
-@pytest.mark.usefixtures("no_cpp")
-@pytest.mark.parametrize("entropy", [False, True])
-def test_compiled(entropy: bool, device: torch.device) -> None:
-    op = OPERATOR if entropy else LOGPROBS_ALONE
-    chosen = [each for each in samples(device, torch.float32) if each.why in ("powers of two", "every option")]
-    assert len(chosen) == 2
-    for sample in chosen:
-        torch._dynamo.reset()
-        compiled = torch.compile(function(entropy), fullgraph=True)
-        require_accurate(op, sample, call(op, sample, fn=compiled))
-
-
 def in_plain_rows(slicing: str) -> None:
     for entropy, op in ((True, OPERATOR), (False, LOGPROBS_ALONE)):
         for sample in list(samples(here(), torch.float32))[:5]:
@@ -134,24 +122,3 @@ def test_the_entropy_of_the_operator_changes_no_bit(device: torch.device) -> Non
     found = rl.logprobs(x, weight, labels.to(device))
     assert torch.equal(found, rl.logprobs(x, weight, labels.to(device), entropy=True)[0])
     assert torch.equal(found, functional.linear_logprobs(x, weight, labels.to(device))[0])
-
-
-x, weight, labels = torch.randn(2, 4, 8), torch.randn(11, 8), torch.zeros(2, 4, dtype=torch.int64)
-WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (TypeError, "hidden: expected a tensor, got list", {"hidden": [1.0]}),
-    (TypeError, "weight: expected a tensor, got NoneType", {"weight": None}),
-    (ValueError, r"weight: expected shape \[V, 8\] to fit hidden, got \(11, 7\)", {"weight": weight[:, :7]}),
-    (TypeError, "weight: expected dtype float32 like hidden, got bfloat16", {"weight": weight.bfloat16()}),
-    (ValueError, r"bias: expected shape \(11,\)", {"bias": torch.randn(10)}),
-    (TypeError, r"labels: expected a tensor of integers, got dtype float32", {"labels": labels.float()}),
-    (ValueError, r"labels: expected shape \(2, 4\) \(of hidden\), got \(2, 3\)", {"labels": labels[:, 1:]}),
-    (TypeError, "entropy: expected", {"entropy": "yes"}),
-    (ValueError, "temperature: expected", {"temperature": 0.0}),
-    (TypeError, "vocab_group: expected", {"vocab_group": 3}),
-]
-
-
-@pytest.mark.parametrize(("error", "words", "change"), WRONG, ids=[words.split(":")[0] for _, words, _ in WRONG])
-def test_wrong_arguments(error: type[Exception], words: str, change: dict[str, Any]) -> None:
-    with torch.device("cpu"), pytest.raises(error, match=words):
-        rl.logprobs(**{"hidden": x, "weight": weight, "labels": labels, **change})

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -160,51 +159,6 @@ def a_class_that_no_rank_has(rank: int, world: int) -> None:
         )
 
 
-def what_is_exchanged(rank: int, world: int) -> None:
-    """The forward pass exchanges five numbers a token, the backward pass the gradient of the input; no class counts.
-
-    They are the target's logit, the largest, and three sums.
-    """
-    N, H = 11, 8
-    for smoothing in (0.0, 0.1):
-        for V in (16, 1600):
-            sent: list[tuple[str, int]] = []
-            real = {
-                name: getattr(torch.ops._c10d_functional, name) for name in ("all_gather_into_tensor", "all_reduce")
-            }
-
-            def noting(name: str, sent: Any = sent, real: Any = real) -> Any:
-                def noted(sends: Tensor, *args: Any) -> Any:
-                    sent.append((name, sends.numel()))
-                    # A GPU's ranks have a default device: with it PyTorch looks the operator up again, and finds this.
-                    with torch._C.DisableTorchFunction():
-                        return real[name](sends, *args)
-
-                return noted
-
-            x, w = (
-                torch.randn(N, H, requires_grad=True, device=HERE),
-                torch.randn(V, H, requires_grad=True, device=HERE),
-            )
-            own: Any = OwnRows.apply(w, *bounds("shards", rank, world, V))
-            with mock.patch.multiple(torch.ops._c10d_functional, **{name: noting(name) for name in real}):
-                loss = vocab_parallel_linear_ce(
-                    x,
-                    own,
-                    torch.zeros(N, dtype=torch.int64, device=HERE),
-                    label_smoothing=smoothing,
-                    chunk_size=6,
-                    vocab_start=bounds("shards", rank, world, V)[0],
-                    num_classes=V,
-                    group_name=dist.group.WORLD.group_name,  # type: ignore[union-attr]
-                )
-                gathers = [("all_gather_into_tensor", numbers * rows) for rows in (6, 5) for numbers in (1, 1, 3)]
-                assert sent == gathers, f"{sent} where {gathers} is right"
-                sent.clear()
-                loss.backward()
-                assert sent == [("all_reduce", N * H)]
-
-
 def on_mesh(
     world: int, placement: Placement | None, fn: Callable[..., Tensor] = fused_linear_ce, two: bool = False
 ) -> Any:
@@ -324,7 +278,7 @@ def which_weights_stay_where_they_are(rank: int, world: int) -> None:
         fused_linear_ce(x, spread, target, linear_bias=torch.zeros(8, device=HERE))
 
 
-for fn in (one_gradient_alone, target_out_of_range, a_class_that_no_rank_has, what_is_exchanged):
+for fn in (one_gradient_alone, target_out_of_range, a_class_that_no_rank_has):
     case(fn)
 for fn in (how_a_dtensors_gradient_is_summed, which_weights_stay_where_they_are):
     case(fn)
