@@ -4,6 +4,8 @@ The samples in bfloat16, and compiled, are opcheck's to compare: its promises `v
 `compiled_samples` and `compiled`.
 """
 
+import sys
+
 import pytest
 import torch
 
@@ -35,6 +37,17 @@ def test_samples(name: str, dtype: torch.dtype, device: torch.device) -> None:
     op = OPS[name]
     for sample in op.samples(device, dtype):
         require_accurate(op, sample, call(op, sample))
+
+
+@pytest.mark.parametrize("path", ["separate", "fused", "epilogue"])
+@pytest.mark.kernels
+def test_each_path_of_linear_act(path: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results are right on every path that can do a call, whichever the sizes and the device choose."""
+    op = OPS["linear_act"]
+    monkeypatch.setattr(sys.modules[op.module], "choose_path", lambda *_: path)
+    for sample in op.samples(device, torch.bfloat16):
+        if sample.args[0].numel() and (path != "epilogue" or sample.kwargs["activation"] == "relu"):
+            require_accurate(op, sample, call(op, sample))
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from llmk.opcheck.inputs import (
     spread,
 )
 from llmk.opcheck.reference import Reference, reference_for
-from llmk.registry import Op, Sample
+from llmk.registry import Op, Sample, set_short_path_enabled
 
 HARSH = (2.0**6, 2.0**12, 2.0**-12, 0.0)
 """Factors of the inputs: ratios past float32's exponent, weights that are all on one class, rows of zeros."""
@@ -184,6 +185,21 @@ class _Undefined(torch.autograd.Function):
 
 def undefined_gradients(op: Op, samples: Sequence[Sample]) -> None:
     """6: an incoming gradient that is undefined is zero: of all outputs, and of all but each one in turn."""
+    for path in paths_of(op):
+        with path:
+            _undefined_gradients(op, samples)
+
+
+def paths_of(op: Op) -> Iterator[AbstractContextManager[Any]]:
+    """Set the fast path of plain eager mode and, for llmk's operators, then that of the dispatcher.
+
+    A path takes effect as it is made: ask for the next one when the last has been left.
+    """
+    for is_short in (True, False) if op.is_own else (True,):
+        yield set_short_path_enabled(is_short)
+
+
+def _undefined_gradients(op: Op, samples: Sequence[Sample]) -> None:
     for sample in samples:
         wanted = differentiable_inputs(op, sample)
         for defined in range(-1, _differentiable_outputs(op, sample, wanted)):

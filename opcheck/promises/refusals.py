@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from llmk.accuracy.neighbours import copy_with_layout, to_float64
 from llmk.opcheck.calls import first_line, incoming_gradients, representatives
 from llmk.opcheck.inputs import BrokenPromise, as_list, differentiable_inputs, prepare
+from llmk.opcheck.promises.gradients import paths_of
 from llmk.registry import Op, Sample
 
 _TWICE = "second derivative|double backward|differentiat(e|ing) twice|twice differentiable|derivative|autograd formula"
@@ -26,10 +27,12 @@ Results = list[Tensor | None]
 
 def second_derivatives(op: Op, samples: Sequence[Sample]) -> None:
     """6: second derivatives, for incoming gradients that want one and that do not, are right or refused in words."""
-    for sample in representatives(op, samples):
-        names = differentiable_inputs(op, sample)
-        for wanted in dict.fromkeys([*((name,) for name in names), tuple(names)] if names else []):
-            _twice(op, sample, wanted)
+    for path in paths_of(op):
+        with path:
+            for sample in representatives(op, samples):
+                names = differentiable_inputs(op, sample)
+                for wanted in dict.fromkeys([*((name,) for name in names), tuple(names)] if names else []):
+                    _twice(op, sample, wanted)
 
 
 def _twice(op: Op, sample: Sample, wanted: Sequence[str]) -> None:

@@ -132,6 +132,7 @@ def add_rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[S
     yield Sample((randn(4, 16), randn(4, 16), randn(16)), why="powers of two")
     yield Sample((randn(2, 3, 37), randn(2, 3, 37), randn(37), 1e-5), {"offset": 1.0}, why="odd width, Gemma's offset")
     yield Sample((randn(5, 40), randn(5, 40)), why="no weight")
+    yield Sample((randn(5, 40), randn(5, 40), randn(40, dtype=torch.float32)), why="a float32 weight")
     yield Sample((randn(33), randn(33), randn(33)), why="one dimension")
     yield Sample((randn(7, 1), randn(7, 1), randn(1)), why="one column")
     yield Sample((randn(0, 16), randn(0, 16), randn(16)), why="no rows")

@@ -82,12 +82,6 @@ def test_a_bias_is_added_to_products_that_nothing_rounded(monkeypatch: pytest.Mo
         require_accurate(op, sample, call(op, sample))
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_logits_of_the_inputs_dtype_may_be_asked_for(name: str) -> None:
-    op, sample = OPS[name], sample_of(name, torch.bfloat16)
-    require_accurate(op, sample, call(op, sample))
-
-
 def test_log_probabilities_of_large_logits() -> None:
     x, weight, target = head(scale=6.0)
     exact = (x.double() @ weight.double().t()).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)

@@ -225,21 +225,6 @@ def test_kept_exponentials_that_a_backward_pass_changes_are_told(monkeypatch: py
         torch.autograd.grad(loss, x)
 
 
-def test_several_calls_before_a_backward_pass() -> None:
-    (x, weight, target), (other, _, labels) = head(8), head(8, seed=1)
-    doubles = [tensor.detach().double().requires_grad_() for tensor in (x, weight, other)]
-    exact = torch.cat(
-        [
-            (tokens @ doubles[1].t()).log_softmax(-1).gather(-1, classes.unsqueeze(-1))
-            for tokens, classes in ((doubles[0], target), (doubles[2], labels))
-        ]
-    )
-    calls = [torch.ops.llmk.linear_logprobs(*args)[0] for args in ((x, weight, target), (other, weight, labels))]
-    found = torch.autograd.grad(torch.cat(calls).square().sum(), (x, weight, other))
-    for grad, wanted in zip(found, torch.autograd.grad(exact.square().sum(), doubles), strict=True):
-        assert (grad.double() - wanted).norm() <= 5e-3 * wanted.norm()
-
-
 @pytest.mark.usefixtures("no_cpp")
 def test_one_graph_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from llmk.accuracy.rule import unit_in_last_place
-from llmk.opcheck import check
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.chunked.plan import Plan
@@ -29,8 +28,6 @@ H, V = 24, 45
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 NAMES = pytest.mark.parametrize("name", ["fused_linear_ce", "linear_logprobs"])
 interpreted = pytest.mark.skipif(not INTERPRET, reason="what kernels do is planted; on a GPU their programs are built")
-REBUILT = ["fused_linear_ce", "fused_linear_ce_metrics", "fused_linear_policy", "fused_linear_preference"]
-REBUILT += ["linear_logprobs", "vocab_parallel_linear_ce"]
 
 
 def head(tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,21 +127,6 @@ def nan_where_nothing_is_written() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.skipif(INTERPRET, reason="test_skipping asks it of the kernels")
-@pytest.mark.parametrize("name", REBUILT)
-def test_what_nothing_wrote_is_not_read(name: str, nan_where_nothing_is_written: None) -> None:
-    for sample in OPS[name].samples(torch.device("cpu"), torch.bfloat16):
-        require_accurate(OPS[name], sample, call(OPS[name], sample))
-
-
-@pytest.mark.parametrize("skip_ignored", [False, True])
-def test_results_have_memory_of_their_own(skip_ignored: bool, device: torch.device) -> None:
-    """Also those of one chunk, which its kernel writes side by side."""
-    x, weight, target = (each.to(device) for each in head(6, torch.bfloat16))
-    logprobs, entropy = torch.ops.llmk.linear_logprobs(x, weight, target, skip_ignored=skip_ignored)
-    assert logprobs.untyped_storage().data_ptr() != entropy.untyped_storage().data_ptr()
-
-
 def exponentials(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Make P by the kernel, and the same in float64, with a column of 0 for each target."""
     weights, device = Weights(weight, None, None, Transform()), x.device
@@ -163,13 +145,6 @@ def is_rounded_once(p: Tensor, exact: Tensor) -> bool:
     """True within half a unit, and what float32 logits and their exponentials are off by."""
     error = (p.double() - exact).abs()
     return bool((error <= 0.505 * unit_in_last_place(exact, p.dtype)).all())
-
-
-@interpreted
-def test_rows_of_a_weight_that_lie_far_apart() -> None:
-    """2**31 elements within one tile, which is read by pointers."""
-    (result,) = check(OPS["linear_topk"], dtypes=[torch.float16], only=["far_rows"])
-    assert result.passed, result.message
 
 
 @interpreted

@@ -16,10 +16,8 @@ from llmk.functional import maxsim, splade_head
 from llmk.ops.retrieval import _maxima
 
 RANDOM = torch.Generator().manual_seed(0)
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 Q_LENGTHS, D_LENGTHS = (5, 0, 3), (4, 70, 1, 0, 9, 2)
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_run = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 pytestmark = pytest.mark.usefixtures("no_cpp")
@@ -59,28 +57,9 @@ def in_batch(query: Tensor, document: Tensor) -> Tensor:
     return torch.stack([torch.stack([score(q, d) for d in documents]) for q in parts(query, Q_LENGTHS)])
 
 
-def pairs(query: Tensor, document: Tensor) -> Tensor:
-    documents = parts(document, D_LENGTHS)
-    found = [torch.stack([score(q, d) for d in documents[2 * i : 2 * i + 2]])
-             for i, q in enumerate(parts(query, Q_LENGTHS))]  # fmt: skip
-    return torch.stack(found)
-
-
 def embeddings(dtype: torch.dtype, device: torch.device, features: int = 12) -> list[Tensor]:
     shapes = (len(Q_LENGTHS), max(Q_LENGTHS)), (len(D_LENGTHS), max(D_LENGTHS))
     return [normal(*shape, features).to(device, dtype).requires_grad_() for shape in shapes]
-
-
-@each_run
-@pytest.mark.parametrize("pairwise", [False, True], ids=["batch", "pairs"])
-@each_dtype
-def test_padded(dtype: torch.dtype, pairwise: bool, compiled: bool, device: torch.device) -> None:
-    masks = {"query_mask": first(Q_LENGTHS, device), "document_mask": first(D_LENGTHS, device)}
-
-    def ours(query: Tensor, document: Tensor) -> Tensor:
-        return maxsim(query, document, pairwise=pairwise, **masks)
-
-    require_same(run(ours, compiled), pairs if pairwise else in_batch, embeddings(dtype, device))
 
 
 @each_run
@@ -166,28 +145,6 @@ def test_float32_products_in_parts(device: torch.device, monkeypatch: pytest.Mon
         return maxsim(query, document, **masks)
 
     require_same(ours, in_batch, embeddings(torch.float32, device))
-
-
-def weights_of_classes(x: Tensor, weight: Tensor, bias: Tensor, lengths: Sequence[int]) -> Tensor:
-    found = []
-    for tokens in parts(x, lengths):
-        for w, b in zip(weight, bias, strict=True):
-            logits = torch.stack([tokens @ w + b]).flatten() if len(tokens) else x.new_zeros(1)
-            found.append(logits.relu().log1p()[logits.argmax()])
-    return torch.stack(found).view(len(lengths), -1).to(torch.promote_types(x.dtype, torch.float32))
-
-
-@each_run
-@each_dtype
-def test_splade_head(dtype: torch.dtype, compiled: bool, device: torch.device) -> None:
-    lengths = (70, 0, 7)
-    x, weight, bias = (t.to(device, dtype).requires_grad_() for t in (normal(3, 70, 12), normal(9, 12), normal(9)))
-    mask = first(lengths, device)
-
-    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return splade_head(x, weight, bias, mask=mask)
-
-    require_same(run(ours, compiled), lambda x, w, b: weights_of_classes(x, w, b, lengths), [x, weight, bias])
 
 
 @pytest.mark.kernels
