@@ -1,17 +1,14 @@
 """One cause is one paragraph: results that are wrong alike, or end with the same error, the gravest first."""
 
-import dataclasses
 import re
 
 import torch
 from torch import Tensor
 
 from compile_tests.helpers.mutants import record, square
-from compile_tests.helpers.report_pages import Outline, report
 from llmk.opcheck import check
 from llmk.opcheck.inputs import MEMORY
 from llmk.opcheck.report.causes import causes
-from llmk.opcheck.report.page import page
 from llmk.opcheck.runner import Result
 from llmk.registry import Sample
 
@@ -79,16 +76,6 @@ def test_the_gravest_is_first_and_dtypes_and_paths_are_together() -> None:
     assert [cause.kind for cause in found] == ["wrong values", "wrong gradients", "memory", "compile", "habits"]
     assert found[0].headline == "wrong values: mine float32, bfloat16 (reference, interpreter) breaks edge_rows:"
     assert found[0].others == ""
-
-
-def test_the_page_has_the_same_and_names_the_module() -> None:
-    results = [broken("scaled_gradient", "wrong <1>", "gradient of x"), broken("edge_rows", "more", "gradient of x")]
-    about = report(*map(dataclasses.asdict, results)) | {"modules": ["my_package.my_op"]}
-    outline = Outline(page(about))
-    assert outline.open == []
-    assert outline.text["title"] == ["opcheck: my_package.my_op, cpu"]
-    assert "What my_package.my_op promises" in outline.text["h1"]
-    assert "and 1 more promise: edge_rows" in outline.text["p"]
 
 
 def test_a_right_operator_has_none() -> None:

@@ -33,6 +33,12 @@ from llmk.registry import OPS
         (["--jobs", "-1"], "argument --jobs: expected a positive whole number, got '-1'"),
         (["--jobs", "many"], "argument --jobs: expected a positive whole number, got 'many'"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
+        (["--search", "5", "--only", "no_alias"], "argument --only: there is none with --search"),
+        (["--search", "none"], "argument --search: expected a positive whole number, got 'none'"),
+        (["--search", "5", "--seed", "-1"], "argument --seed: expected a whole number of at least 0, got '-1'"),
+        (["--few"], "argument --few: it is for --sanitize"),
+        (["--longest", "5"], "argument --longest: it is for --sanitize"),
+        (["--sanitize"], "argument --sanitize: it watches a GPU's kernels, and the device is cpu"),
     ],
 )
 def test_command_line_says_what_is_unknown(

@@ -10,8 +10,7 @@ from compile_tests.helpers.mutants import square
 from compile_tests.helpers.report_pages import Outline, report, result
 from llmk.opcheck import __main__ as command
 from llmk.opcheck import check
-from llmk.opcheck.promises.table import PROMISES
-from llmk.opcheck.report.page import page, promises_in, verdict_of_all
+from llmk.opcheck.report.page import page
 
 
 def test_every_element_is_closed_and_nothing_comes_from_elsewhere() -> None:
@@ -33,47 +32,6 @@ def test_what_operators_say_is_text() -> None:
     everything = "".join(text for texts in outline.text.values() for text in texts)
     for word in (*names, "message", "on"):
         assert f"{word}{evil}" in everything
-
-
-def test_evidence_is_behind_each_cell() -> None:
-    rows = [
-        result(),
-        result(dtype="bfloat16", passed=False, message="a row is wrong"),
-        result(calls=0, path="GPU kernel"),
-    ]
-    outline = Outline(page(report(*rows)))
-    assert [text for text in outline.text["td"]] == [
-        "reference",
-        "float32",
-        "kept",
-        "3",
-        "0.50",
-        "reference",
-        "bfloat16",
-        "broken",
-        "3",
-        "0.50",
-        "GPU kernel",
-        "float32",
-        "nothing to check",
-        "0",
-        "0.50",
-    ]
-    assert outline.text["div"].count("a row is wrong") == 2  # in front, and behind its cell
-    (promise,) = (promise for promise in PROMISES if promise.__name__ == "no_mutation")
-    assert promise.__doc__ in outline.text["p"]
-
-
-def test_one_broken_dtype_breaks_the_cell() -> None:
-    assert verdict_of_all([result(), result(passed=False)]) == "broken"
-    assert verdict_of_all([result(), result(calls=0)]) == "kept"
-    assert verdict_of_all([result(calls=0)]) == "empty"
-    assert verdict_of_all([]) == "unasked"
-
-
-def test_promises_are_in_opchecks_order() -> None:
-    asked = [result(promise=name) for name in ("memcheck", "compiled", "values_and_gradients")]
-    assert list(promises_in(asked)) == ["values_and_gradients", "compiled", "memcheck"]
 
 
 def test_command_line_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,18 +111,9 @@ def test_so_many_at_a_time(sanitizer: Path, tmp_path: Path, capsys: pytest.Captu
     assert len(json.loads((tmp_path / "found").read_text())["results"]) == 4
 
 
-@pytest.mark.parametrize("option", [["--few"], ["--longest", "5"]])
-def test_what_is_only_for_the_sanitizer(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["add", "--device", "cpu", *option])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == f"opcheck: argument {option[0]}: it is for --sanitize\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "cpu"], "argument --sanitize: it watches a GPU's kernels, and the device is cpu"),
         (["--device", "cuda"], "argument --sanitize: compute-sanitizer is neither in PATH nor in /usr/local/cuda/bin"),
         (["--device", "cuda", "--only", "compiled"], "argument --only: there is none with --sanitize"),
         (["--device", "cuda", "--seed", "5"], "argument --seed: there is none with --sanitize"),
