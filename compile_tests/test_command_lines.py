@@ -91,35 +91,6 @@ def test_bench_times_gradients_beside_whole_numbers(capsys: pytest.CaptureFixtur
     assert "forward only" not in capsys.readouterr().out
 
 
-def test_bench_says_multiples(capsys: pytest.CaptureFixture[str]) -> None:
-    common = {"op": "add", "workload": "large", "floor_full_ms": 2.0, "peak_mib": 12.4}
-    bench.print_rows(
-        [
-            {**common, "way": "llmk eager", "full_ms": 9.0, "replayed_ms": 3.0},
-            {**common, "way": "llmk compiled", "error": "RuntimeError: no compiler"},
-            {**common, "way": "torch eager", "full_ms": 6.0},
-        ]
-    )
-    rows = rows_of(capsys.readouterr().out)
-    assert rows["llmk eager"] == ["3.000", "1.50", "2.00", "12"]
-    assert rows["llmk compiled"] == ["RuntimeError:", "no", "compiler"]
-    assert rows["torch eager"] == ["6.000", "3.00", "1.00", "12"]
-
-
-def test_bench_of_given_sizes_says_in_what_chunks(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--shape", "64x32x1000", "--device", "cpu", "--no-compile", "--repeats", "1"]
-    assert bench.main(["linear_logprobs", *given]) == 0
-    printed = capsys.readouterr().out
-    assert "linear_logprobs, 64x32x1000: " in printed
-    words = (
-        "64 tokens a chunk, no logits in memory but 32-bit exponentials, the gradient of the weight summed in 16 bits"
-    )
-    printed_words = " ".join(printed.split())
-    assert f"{words}: " in printed_words
-    assert printed_words.endswith(", the exponentials of all kept")
-    assert all(len(line) <= 80 for line in printed.splitlines())
-
-
 def test_bench_on_a_cpu_takes_what_a_cpu_can_do() -> None:
     op, cpu = OPS["rms_norm"], torch.device("cpu")
     assert op.workloads is not None

@@ -141,28 +141,6 @@ def test_between_and_outside_the_sizes_measured() -> None:
     assert at([], 1.0) is None
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["experts"]))
-    assert command.main([str(tmp_path), "--tokens", "4096", "--gpu", "h100"]) == 0
-    printed = capsys.readouterr().out
-    assert all(len(line) <= 80 for line in printed.splitlines())
-    rows = {line[:12].strip(): line[12:].split() for line in printed.splitlines()}
-    assert "gated units" not in rows
-    assert rows["step, in all"][1::2] == ["-"] * 4
-    assert rows["logits"][1::2][:2] == ["-", "-"]
-    assert float(rows["logits"][5]) > 0
-    assert command.main([LLAMA, "--tokens", "16384"]) == 0
-    rows = {line[:12].strip(): line[12:].split() for line in capsys.readouterr().out.splitlines()}
-    assert float(rows["step, in all"][0]) == pytest.approx(57.2, rel=MEMORY)
-    assert "checkpoints" not in rows
-    assert command.main([LLAMA, "--tokens", "16384", "--checkpointing"]) == 0
-    printed = capsys.readouterr().out
-    assert all(len(line) <= 80 for line in printed.splitlines())
-    assert "Assumed: 2 norms a layer; activation checkpointing; every token counts." in printed
-    (checkpoints,) = (line.split() for line in printed.splitlines() if line.startswith("checkpoints"))
-    assert checkpoints[1::2] == ["1.00"] * 4
-
-
 @pytest.mark.parametrize(
     ("model", "tokens", "message"),
     [
@@ -217,11 +195,3 @@ def test_what_a_nested_configuration_leaves_to_its_class(tmp_path: Path) -> None
     found = command.sizes(str(tmp_path))
     assert found.qk_norm
     assert not found.tied
-
-
-def test_what_does_not_fit_the_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    command.main([LLAMA, "--tokens", "65536", "--gpu", "h100"])
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Does not fit"))
-    assert line.startswith("Does not fit the 79 GiB of one NVIDIA H100")
-    command.main([LLAMA, "--tokens", "4096", "--gpu", "h100"])
-    assert "Does not fit" not in capsys.readouterr().out

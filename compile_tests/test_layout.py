@@ -4,17 +4,12 @@ import ast
 import functools
 import re
 import subprocess
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import llmk
-from compile_tests.helpers.stub_driver import stub_driver
-from llmk.ops.linear_loss.rows import products
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("llmk", "ops", "registry", "opcheck", "compile_tests", "benchmarks", "tools", "examples", "docs")
@@ -65,20 +60,6 @@ def test_no_file_is_large() -> None:
 def test_helpers_of_a_family_are_used_by_it_alone() -> None:
     for path in sources(*LINKED):
         assert list(helpers_from_elsewhere(ast.parse(path.read_text()), package_of(path))) == [], path
-
-
-@pytest.mark.parametrize(("inside", "indent"), [("", ""), ("ops", "  "), ("registry", "  ")])
-def test_every_folder_is_in_the_tree(inside: str, indent: str) -> None:
-    """The tree that opens CONTRIBUTING has a line for each folder."""
-    tree = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
-    files = sources(inside) if inside else sources(*FOLDERS)
-    folders = {path.relative_to(ROOT / inside).parts[0] for path in files} - {path.name for path in files}
-    assert folders == set(re.findall(rf"^{indent}(\w+)/ ", section_of(tree, inside), re.MULTILINE))
-
-
-def section_of(tree: str, folder: str) -> str:
-    """The lines below a folder's own up to the next one's; of the root the whole."""
-    return re.split(r"^\w", tree.partition(f"\n{folder}/ ")[2], maxsplit=1, flags=re.MULTILINE)[0] if folder else tree
 
 
 def users() -> dict[str, set[str]]:
@@ -222,26 +203,3 @@ def test_options_are_handed_on_as_values() -> None:
         if isinstance(node, ast.FunctionDef) and node.name not in llmk.losses.__all__:
             given = node.args
             assert len(given.posonlyargs + given.args + given.kwonlyargs) <= MOST_PARAMETERS, node.name
-
-
-def test_the_path_to_a_kernel_is_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files that a call of fused_linear_ce is in when it launches are those drawn in how-it-works."""
-    page = (ROOT / "docs" / "how-it-works.md").read_text()
-    drawing = next(block for block in page.split("```") if "\nops/linear_loss/" in block)
-    drawn = re.findall(r"^(ops/\S+\.py) ", drawing, re.MULTILINE)
-    passed: list[str] = []
-
-    def launch(kernel: Any) -> Any:
-        for frame in traceback.extract_stack():
-            path = Path(frame.filename).resolve()
-            if path.is_relative_to(ROOT / "ops") and str(path.relative_to(ROOT)) not in passed:
-                passed.append(str(path.relative_to(ROOT)))
-        return wrapped(kernel)
-
-    wrapped = products.wrap_triton
-    monkeypatch.setattr(products, "wrap_triton", launch)
-    with stub_driver():
-        x, weight = torch.randn(4, 8).bfloat16(), torch.randn(2048, 8).bfloat16()
-        llmk.functional.fused_linear_ce(x, weight, torch.tensor([0, 1, 2, 3]))
-    assert len(drawn) <= 5
-    assert drawn == passed

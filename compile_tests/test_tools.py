@@ -1,7 +1,6 @@
 """Programs of `tools/`: what they see, and that they do not see what is not there."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -83,10 +82,3 @@ def test_the_text_of_a_release_is_its_section() -> None:
         release_text("v1.1.0", "1.1.0", CHANGES, citation)
     with pytest.raises(ValueError, match=r"^CHANGELOG.md: expected one section '## 2.0.0 \(YYYY-MM-DD\)', got 0$"):
         release_text("v2.0.0", "2.0.0", CHANGES, "a: b\nversion: 2.0.0\n")
-
-
-def test_every_program_is_in_the_list() -> None:
-    """CONTRIBUTING lists every program."""
-    programs = {path.stem for path in (ROOT / "tools").glob("*.py") if "__main__" in path.read_text()}
-    listed = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Programs\n")[2]
-    assert programs == set(re.findall(r"^\| `(\w+)` \|", listed, re.MULTILINE))

@@ -130,15 +130,6 @@ def test_a_missing_peer_is_skipped_with_a_word(
     assert "absent: missing" in capsys.readouterr().out
 
 
-def test_calls_take_turns() -> None:
-    order: list[str] = []
-    calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
-    times, failed = Timer(torch.device("cpu"), repeats=8).in_turns(calls)
-    assert set(times) == set("abc")
-    assert not failed
-    assert "".join(order[6:]) == "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc"  # after two calls of each to warm up
-
-
 def test_a_call_that_fails_leaves_the_others() -> None:
     def fail() -> None:
         raise ValueError("too long\nfor a row")
@@ -169,13 +160,6 @@ def test_a_composition_computes_what_plain_pytorch_does(name: str) -> None:
     found = results(op, sample, op.overload)
     assert len(found) == 1 + len(op.differentiable)
     assert relative_error(found, exact_results(op, sample)) < MAX_ERROR
-
-
-def test_a_composition_is_timed_like_an_operator(tmp_path: Path) -> None:
-    name = "modulated_rms_norm"
-    rows = run(tmp_path / "results.json", name, "--first", "--no-compile", "--peers", "none")["rows"]
-    assert [(row["op"], row["way"]) for row in rows] == [(name, "llmk eager"), (name, "torch eager")]
-    assert all(row["full_ms"] > 0 for row in rows)
 
 
 LINEAR_CE = "torch linear_cross_entropy", "torch linear_cross_entropy chunked"

@@ -12,7 +12,7 @@ from llmk.registry.graphs import ops_in_graph_as
 
 pytest.importorskip("tqdm")
 
-from benchmarks.layer import Sizes, Variant, group_of, layer, main, variants
+from benchmarks.layer import Sizes, Variant, layer, main, variants
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: kernels run as opaque nodes, on no device")
 
@@ -30,13 +30,6 @@ def kernels(variant: Variant) -> set[str]:
     """The kernels of the forward graph, without their grids."""
     (graph,) = graphs(variant).forward
     return {step.partition("[")[0] for step in steps(graph) if "aten" not in step}
-
-
-def test_each_operator_in_each_form_it_has() -> None:
-    expected = [f"all {form}" for form in ("kernel", "aten", "plain", "recorded")]
-    expected += [f"{name} {form}" for name in ("rms_norm", "swiglu") for form in ("aten", "plain")]
-    expected += [f"{name} {form}" for name in ("add + rms_norm", "geglu") for form in ("kernel", "aten", "plain")]
-    assert list(VARIANTS) == expected
 
 
 def test_one_operator_changes_form() -> None:
@@ -60,13 +53,6 @@ def test_one_operator_changes_form() -> None:
 def test_forms_are_checked(forms: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message), ops_in_graph_as(forms):
         pass
-
-
-def test_kernels_are_grouped_by_name() -> None:
-    assert group_of("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT") == "gemm"
-    assert group_of("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass>") == "attention"
-    assert group_of("triton_poi_fused__scaled_dot_product_flash_attention_view_0") == "rest"
-    assert group_of("Memcpy DtoD (Device -> Device)") == "rest"
 
 
 @pytest.mark.usefixtures("no_cpp")

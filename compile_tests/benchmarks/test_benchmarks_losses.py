@@ -113,26 +113,3 @@ def test_an_unknown_name_is_refused(arguments: list[str], message: str, capsys: 
     with pytest.raises(SystemExit):
         losses.main([*arguments, "--device", "cpu"])
     assert message in capsys.readouterr().err
-
-
-def test_the_documentation_has_the_tables_of_the_results() -> None:
-    content = json.loads((ROOT / "benchmarks" / "results" / "losses-h100.json").read_text())
-    tables = losses.tables(content).split("\n\n")
-    assert len(tables) == len(losses.SHAPES)
-    text = (ROOT / "docs" / "losses.md").read_text()
-    assert [table for table in tables if f"\n\n{table}\n\n" not in text] == []
-
-
-def test_a_table_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ways = {"llmk": {"ms": 1234.5, "mib": 6.7, "value": 1.0}, "trl": {"error": "out of memory"}}
-    titles = "grpo 2x3x4x5", "dpo_given 2x3x4x5", "dpo_given 2x3x4x5, 9% ignored tokens"
-    rows = [{"workload": title, "ways": ways} for title in titles]
-    file = tmp_path / "losses.json"
-    file.write_text(json.dumps({"peers": {"trl": "1.2.0"}, "dtype": "torch.bfloat16", "rows": rows}))
-    assert losses.main(["--tables", str(file)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "| 2 x 3 tokens, 4 x 5 | llmk | bfloat16 logits | TRL 1.2 | Liger | compiled PyTorch |",
-        "|---|---|---|---|---|---|",
-        "| `dpo`, log-probabilities of the reference given | 1234 (7) | - | out of memory | - | - |",
-        "| `grpo` | 1234 (7) | - | out of memory | - | - |",
-    ]

@@ -15,7 +15,7 @@ from llmk.registry import OPS
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from benchmarks import growth, overview, plot
+from benchmarks import growth, plot
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"device": "NVIDIA H200", "torch": "2.11.0", "dtype": "torch.bfloat16", "date": "2026-11-20"}
@@ -75,13 +75,6 @@ def test_bar_charts(tmp_path: Path) -> None:
     plot.main([str(file), "--out", str(tmp_path / "b")])
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_results_of_a_cpu(tmp_path: Path) -> None:
-    cpu = row("fused_linear_ce", "powers of two", "llmk eager", bound="matrix", full_ms=1.25, peak_mib=None)
-    assert set(plot.charts({**ABOUT, "rows": [cpu]})) == {"fused_linear_ce"}
-    plot.main([str(write(tmp_path, [cpu]))])
-    assert "2.50" in texts(tmp_path / "fused_linear_ce.svg")
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
@@ -148,16 +141,6 @@ def test_growth_on_a_cpu(tmp_path: Path) -> None:
     assert {"llmk eager", "torch compiled", "columns"} <= set(texts(tmp_path / "softmax-columns.svg"))
 
 
-def test_values_above_a_curve_are_one_text(tmp_path: Path) -> None:
-    about = {"op": "rope", "against": "tokens", "fixed": "8 heads", "floor_full_ms": 1.0, "peak_mib": 1.0}
-    times = {("llmk eager", 512): 3.43, ("torch compiled", 512): 3.5, ("llmk eager", 1024): 2.0}
-    rows = [about | {"way": way, "size": size, "full_ms": ms} for (way, size), ms in times.items()]
-    assert plot.main([str(write(tmp_path, rows)), "--out", str(tmp_path)]) == 0
-    assert [text for text in texts(tmp_path / "rope-tokens.svg") if text.startswith("3.") and text != "3.0"] == [
-        "3.4, 3.5"
-    ]
-
-
 @pytest.mark.parametrize("curve", growth.CURVES, ids=lambda curve: f"{curve.op}-{curve.against}")
 def test_every_curve_grows(curve: growth.Curve) -> None:
     op = OPS[curve.op]
@@ -165,66 +148,3 @@ def test_every_curve_grows(curve: growth.Curve) -> None:
     for _, sample, _ in growth.points(curve, torch.device("cpu")):
         op.overload(*sample.args, **sample.kwargs)
         assert op.cost(*sample.args, **sample.kwargs).bytes_full > 0
-
-
-def test_a_chart_against_the_share_of_tokens_that_count():
-    rows = [
-        {"shape": [64, 16, 96], "share": share, "way": way, "ms": ms}
-        for way, ms in (("llmk", 2.0), ("llmk skip_ignored", None))
-        for share in (1.0, 0.0)
-    ]
-    about = {"device": "GPU", "torch": "2.11.0", "dtype": "torch.bfloat16", "date": "2026-11-22"}
-    ((name, figure),) = plot.charts({**about, "rows": rows}).items()
-    assert name == "fused_linear_ce-ignored-tokens-64x16x96"
-    (axes,) = figure.axes
-    assert axes.get_legend_handles_labels()[1] == ["llmk eager", "llmk skip_ignored"]
-    assert list(axes.lines[0].get_xdata()) == [0.0, 100.0]
-
-
-def test_charts_of_a_mixtures_experts():
-    sizes = {"top_k": 2, "hidden": 8, "intermediate": 4}
-    places = [(64, 4), (16, 4), (32, 4), (64, 2)]  # two numbers of experts make no curve
-    rows = [
-        {"tokens": tokens, "experts": experts, **sizes, "way": way, "ms": ms, "mib": 3.0}
-        for way, ms in (("llmk", 2.5), (PRODUCTS, 2.0))
-        for tokens, experts in places
-    ]
-    rows.append({"tokens": 16, "experts": 4, **sizes, "way": "liger-kernel", "error": "out of memory"})
-    ((name, figure),) = plot.charts({**ABOUT, "rows": rows}).items()
-    assert name == "moe_experts-tokens"
-    time, memory = figure.axes
-    assert time.get_title("left") == f"time as a multiple of {PRODUCTS}"
-    ours = next(line for line in time.lines if line.get_label() == "llmk eager")
-    assert list(ours.get_xdata()) == [16, 32, 64]
-    assert list(ours.get_ydata()) == [1.25] * 3
-    assert [line.get_label() for line in memory.lines[:2]] == ["llmk eager", "liger-kernel"]
-    assert memory.lines[2].get_marker() == "x"  # where it failed
-
-
-def test_plans_that_beat_the_chosen_one_are_counted(tmp_path: Path) -> None:
-    chosen = {"ms": 10.0, "mib": 100.0}
-    better, faster, smaller = ({"ms": ms, "mib": mib} for ms, mib in ((9.6, 96.0), (5.0, 98.0), (11.0, 50.0)))
-    rows = [{"shape": [8, 8, 8], "plans": [chosen, better, faster]}, {"shape": [8, 8, 9], "plans": [chosen, smaller]}]
-    plot.main([str(write(tmp_path, rows))])
-    found = texts(tmp_path / "fused_linear_ce-plans.svg")
-    assert "3% less of both: 1 of 3" in found
-    assert "fused_linear_ce: other plans, at 2 sizes" in found
-
-
-@pytest.mark.parametrize("name", overview.LOOKS)
-def test_the_opening_chart_is_of_the_results(name: str, tmp_path: Path) -> None:
-    overview.main(["--out", str(tmp_path)])
-    drawn, kept = tmp_path / f"overview-{name}.svg", overview.PICTURES / f"overview-{name}.svg"
-    assert texts(drawn) == texts(kept), "drawn from other results; draw it again: python -m benchmarks.overview"
-
-
-def test_the_opening_chart_mixes_no_runs() -> None:
-    step, loss = overview.groups()
-    results = json.loads((overview.RESULTS / overview.STEPS).read_text())
-    rows = {row["variant"]: row for row in results["rows"] if row["model"] == overview.MODEL}
-    shown = ("compiled", "llmk compiled", "liger", "llmk")  # each of llmk's after what is compiled as it is
-    assert list(step.bars.values()) == [(rows[way]["ms"], rows[way]["peak_gib"]) for way in shown]
-    assert [row["compiled"] for row in map(rows.get, shown)] == [True, True, False, False]
-    rows = json.loads((overview.RESULTS / overview.LOSSES).read_text())["rows"]
-    times = [{way["ms"] for way in row["ways"].values()} for row in rows]
-    assert sum({ms for ms, _ in loss.bars.values()} <= of_row for of_row in times) == 1

@@ -1,9 +1,7 @@
 """The site that is built from the docs: every page is there, links lead somewhere, nothing is wider than a phone."""
 
 import importlib.util
-import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +16,6 @@ from llmk.registry import OPS
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("sphinx", "furo", "myst_parser", "sphinx_copybutton", "latex2mathml", "matplotlib")
 WRITTEN_BY_SPHINX = {"genindex.html", "py-modindex.html", "search.html"}
-PHONE = 390
 
 
 def pages(site: Path) -> list[Path]:
@@ -74,52 +71,10 @@ def files_from_elsewhere(site: Path) -> Iterator[str]:
         yield from (f"{page.relative_to(site)}: {link}" for link in Links(page).loaded if urlsplit(link).netloc)
 
 
-def words_that_search_does_not_find(site: Path) -> Iterator[str]:
-    index = (site / "searchindex.js").read_text()
-    terms = json.loads(index[index.index("{") : index.rindex("}") + 1])["terms"]
-    words = ("patch", "liger", "checkp", "rotary", "vocabul", "distil", "logit", "export", "autocast", "triton")
-    yield from (word for word in words if not any(term.startswith(word) for term in terms))
-
-
-MEASURE = """<body><script>
-const pages = %s, wide = [];
-function next() {
-  if (!pages.length) { document.title = 'wide:' + JSON.stringify(wide); return; }
-  const page = pages.pop(), frame = document.createElement('iframe');
-  frame.style = 'width: %dpx; height: 800px; border: 0';
-  frame.onload = () => {
-    const parts = frame.contentDocument.querySelectorAll('html, body, .page, .main, .content, article, section');
-    const width = Math.max(...Array.from(parts, part => part.scrollWidth));
-    if (width > %d) wide.push(page + ': ' + width);
-    frame.remove(); next();
-  };
-  frame.src = page; document.body.append(frame);
-}
-next();
-</script></body>"""
-
-
-def pages_wider_than_a_phone(site: Path) -> Iterator[str]:
-    """Yield the pages that a browser lays out wider than a phone, where there is a browser."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        return
-    names = [str(path.relative_to(site)) for path in pages(site)]
-    (site / "measure.html").write_text(MEASURE % (json.dumps(names), PHONE, PHONE))
-    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
-    command += ["--virtual-time-budget=60000", "--dump-dom", (site / "measure.html").as_uri()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    found = re.search(r"<title>wide:(.*?)</title>", result.stdout)
-    assert found is not None, result.stderr[-2000:]
-    yield from json.loads(found[1])
-
-
 CHECKS = (
     operators_without_a_page,
     links_that_lead_nowhere,
     files_from_elsewhere,
-    words_that_search_does_not_find,
-    pages_wider_than_a_phone,
 )
 
 

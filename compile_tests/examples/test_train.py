@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,31 +72,6 @@ def test_what_a_run_leaves(trained):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert {"torch", "triton", "python", "llmk"} <= set(record_of(out)["versions"])
     assert max(map(len, printed.replace(str(out), "runs").splitlines())) <= 80
-
-
-def test_says_that_the_first_step_compiles(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    monkeypatch.syspath_prepend(str(TRAIN.parent))
-    report = importlib.import_module("report")
-    with report.compiling(report.progress_bar(report.Result("llmk", losses=[]), 3)):
-        pass
-    assert "the first step compiles, 15 to 60 s" in capfd.readouterr().err
-
-
-def test_the_bar_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Whole, with all that it says of a step."""
-    monkeypatch.syspath_prepend(str(TRAIN.parent))
-    report = importlib.import_module("report")
-    bar = report.progress_bar(report.Result("plain", losses=[1.0] * 999), 1000)
-    bar.ncols = 80
-    bar.set_postfix_str("loss 10.123, 12,345 tokens/s, 75,123 MiB")
-    line = re.split(r"[\r\n]", capfd.readouterr().err)[-1]
-    assert line.rstrip().endswith("MiB")
-    assert len(line) <= 80
-    assert line.count("█") > 10
-
-
-def test_on_a_cpu_the_table_says_what_it_shows(trained):
-    assert "Speed and memory say\nnothing of a GPU" in trained[1]
 
 
 def test_resumed_run_equals_uninterrupted(trained, text: Path, tmp_path: Path):

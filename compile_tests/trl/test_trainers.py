@@ -4,8 +4,6 @@ import ast
 import importlib
 import importlib.util
 import math
-import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,8 @@ pytest.importorskip("transformers")
 import llmk.trl
 from compile_tests.helpers.families import small_model
 from compile_tests.helpers.trl_trainers import KINDS, STEPS, make_trainer, run_on_a_cpu, train
-from llmk.trl.trainers import INSTEAD, WITHOUT_VOCABULARY
+from llmk.trl.trainers import INSTEAD
 
-PACKING = ("packing", "padding_free")
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "PEFT": {"peft": True},
@@ -86,39 +83,6 @@ def trainers_in_trl() -> set[str]:
         if "Trainer(" in text:
             names |= {node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
     return {name for name in names if name.endswith("Trainer") and not name.startswith("_")}
-
-
-def table(header: str) -> list[list[str]]:
-    """The rows of a table in docs/hugging-face.md, by a part of its header, which is the first row."""
-    page = (Path(__file__).parents[2] / "docs" / "hugging-face.md").read_text().splitlines()
-    start = next(i for i, line in enumerate(page) if line.startswith("|") and header in line)
-    end = next(i for i in range(start, len(page)) if not page[i].startswith("|"))
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page[start:end]]
-    return [rows[0], *rows[2:]]
-
-
-def names_in(cell: str) -> list[str]:
-    return re.findall(r"`(?:\w+\.)*(\w+Trainer)`", cell)
-
-
-def test_the_tables_have_every_trainer():
-    """The tables have the trainers of the installed TRL; what they say of each is what is tested here."""
-    (head, *covered), (_, *refused) = table("| plain |"), table("override its loss with")
-    classes = {kind: given.found() for kind, given in KINDS.items()}
-    listed = [name for row in (*covered, *refused) for name in names_in(row[0])]
-    assert set(listed) == trainers_in_trl()
-    assert {name for row in covered for name in names_in(row[0])} == {c.__name__ for c, _ in classes.values()}
-    assert head[2:-1] == list(WAYS)
-    for row in covered:
-        assert row[2:-1] == ["equal"] * len(WAYS)
-        tested = {option for kind, (c, _) in classes.items() if c.__name__ in names_in(row[0])
-                  for option in PACKING if KINDS[kind].config.get(option)}  # fmt: skip
-        offered = {f.name for c, of in classes.values() if c.__name__ in names_in(row[0]) for f in fields(of)}
-        assert set(re.findall(r"`(\w+)`", row[-1])) == tested == offered & set(PACKING), row
-    without = dict.fromkeys(WITHOUT_VOCABULARY, "llmk.transformers.PatchCallback")
-    for row in refused:
-        for name in names_in(row[0]):
-            assert row[1].replace("`", "") == {**INSTEAD, **without}[name]
 
 
 REFUSED = {
