@@ -1,8 +1,8 @@
 """A call's arguments as one value: taken by name from a public function, handed on whole, and an operator's schema.
 
 A loss has many options, which its kernel ops, their fakes, sharding strategies and backward passes all take. A frozen
-dataclass names them once: `from_arguments` makes it of a function's arguments, and a `CallOp` is a kernel op that takes
-its fields and gives the dataclass to what computes it.
+dataclass names them once: `FromArguments.of` makes it of a function's arguments, and a `CallOp` is a kernel op that
+takes its fields and gives the dataclass to what computes it.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import UnionType
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar, get_args
+from typing import Any, ClassVar, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar, get_args
 
 from torch import Tensor
 
@@ -19,35 +19,53 @@ from llmk.registry.gradient import differentiating
 from llmk.registry.kernel_op import KernelOp
 
 T = TypeVar("T")
-C = TypeVar("C")
+C = TypeVar("C", bound="FromArguments")
 P = ParamSpec("P")
-
-
-def from_arguments(kind: type[T], arguments: Mapping[str, Any], **more: Any) -> T:
-    """Return a `kind`, a dataclass or NamedTuple, whose fields are found by name in `more` or else in `arguments`.
-
-    What is no field is left out, and a field that is not found has its default. A field that is a dataclass or
-    NamedTuple itself, and is not found, is made of the same arguments.
-
-    Raises:
-        TypeError: A field without a default is not found.
-    """
-    given, fields = {**arguments, **more}, {}
-    for name, annotation in _annotations(kind).items():
-        if name in given:
-            fields[name] = given[name]
-        elif _is_value(annotation):
-            fields[name] = from_arguments(annotation, given)
-    return kind(**fields)
 
 
 class FromArguments:
     """A base of dataclasses that are made of arguments by name."""
 
+    _parts: ClassVar[dict[str, Any]] = {}
+    """The fields by their names, each with what makes it of the same arguments, or None."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = inspect.get_annotations(cls).items()
+        cls._parts = cls._parts | {name: _maker(kind) if _is_value(kind) else None for name, kind in own}
+
     @classmethod
     def of(cls, arguments: Mapping[str, Any], **more: Any) -> Self:
-        """Return `from_arguments` of this class: `Call.of(locals())` where an operator's function begins."""
-        return from_arguments(cls, arguments, **more)
+        """Return the dataclass of fields that are found by name in `more` or else in `arguments`.
+
+        `Call.of(locals())` is the way where an operator's function begins. What is no field is left out, and a field
+        that is not found has its default. A field that is a `FromArguments` or NamedTuple itself, and is not found, is
+        made of the same arguments.
+
+        Raises:
+            TypeError: A field without a default is not found.
+        """
+        fields: dict[str, Any] = {}
+        given = {**arguments, **more} if more else arguments
+        for name, part in cls._parts.items():
+            if name in given:
+                fields[name] = given[name]
+            elif part is not None:
+                fields[name] = part(given)
+        return cls(**fields)
+
+
+def from_arguments(kind: type[T], arguments: Mapping[str, Any], **more: Any) -> T:
+    """Return a NamedTuple of fields that are found by name, as `FromArguments.of` does."""
+    given, fields = {**arguments, **more}, {}
+    for name in kind.__annotations__:
+        if name in given:
+            fields[name] = given[name]
+    return kind(**fields)
+
+
+def _maker(kind: Any) -> Callable[[Mapping[str, Any]], Any]:
+    return kind.of if issubclass(kind, FromArguments) else functools.partial(from_arguments, kind)
 
 
 def with_arguments(fn: Callable[Concatenate[dict[str, Any], P], T]) -> Callable[P, T]:
@@ -70,33 +88,22 @@ def with_arguments(fn: Callable[Concatenate[dict[str, Any], P], T]) -> Callable[
     return called
 
 
-def _annotations(kind: Any) -> dict[str, Any]:
-    """Return the types of the fields by their names; Dynamo traces this, but not `dataclasses.fields` of a class."""
+def _annotations(kind: Any) -> Mapping[str, Any]:
+    """Return the types of the fields by their names."""
     if dataclasses.is_dataclass(kind):
-        return {name: field.type for name, field in kind.__dataclass_fields__.items()}
+        return {field.name: field.type for field in dataclasses.fields(kind)}
     return kind.__annotations__
 
 
 def _is_value(annotation: Any) -> bool:
-    """Return True for a dataclass or NamedTuple."""
-    return isinstance(annotation, type) and (dataclasses.is_dataclass(annotation) or hasattr(annotation, "_fields"))
+    """Return True for a `FromArguments` or NamedTuple."""
+    return isinstance(annotation, type) and (issubclass(annotation, FromArguments) or hasattr(annotation, "_fields"))
 
 
 def _value_or_none(annotation: Any) -> Any:
     """Return the NamedTuple of which a field has one or None, else None."""
     members = get_args(annotation) if isinstance(annotation, UnionType) else ()
     return next((each for each in members if _is_value(each)), None)
-
-
-def _maker(kind: Any) -> Callable[[Mapping[str, Any]], Any]:
-    """Return `from_arguments` of one kind, for arguments that have all its fields, or the fields of those."""
-    parts = {name: _maker(part) for name, part in _annotations(kind).items() if _is_value(part)}
-    names = list(_annotations(kind))
-
-    def make(given: Mapping[str, Any]) -> Any:
-        return kind(**{name: given[name] if name in given else parts[name](given) for name in names})
-
-    return make
 
 
 def _leaves(kind: type, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -108,21 +115,13 @@ def _leaves(kind: type, path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", annotation
 
 
-def _name(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
 class _Optional(NamedTuple):
-    """A field that has a NamedTuple of this kind or None."""
+    """A field that has a NamedTuple of a kind or None."""
 
-    name: str
     get: Callable[[Any], Any]
     kind: Any
-
-    @property
-    def nothing(self) -> list[Any]:
-        """The arguments of an op that say None."""
-        return [kind() for kind in _annotations(self.kind).values()]
+    places: slice  # of its fields, among the arguments
+    nothing: tuple[Any, ...]  # the arguments of an op that say None
 
 
 class CallOp(Generic[C]):
@@ -153,14 +152,11 @@ class CallOp(Generic[C]):
         fake: Callable[..., Any] | None,
         flops: Callable[..., int],
     ) -> None:
-        self._make = _maker(call_type)
-        parameters, given = self._lay_out(list(_leaves(call_type))), list(inspect.signature(run).parameters.values())
+        self.call_type, given = call_type, list(inspect.signature(run).parameters.values())
         self.start = [issubclass(call_type, each.annotation) for each in given].index(True)
+        parameters = self._lay_out(list(_leaves(call_type)))
 
-        @differentiating
-        def launch(*args: Any) -> Any:
-            return run(*self.unpack(args))
-
+        launch = differentiating(run, self.unpack)
         launch.__module__ = call_type.__module__
         launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [*given[: self.start], *parameters, *given[self.start + 1 :]],
@@ -168,21 +164,24 @@ class CallOp(Generic[C]):
         )
         # The number of launches depends on sizes: inlined, each would need a graph of its own.
         self.op = KernelOp(launch, name=name, opaque=True)
-        self.op.register_kernel("cpu")(differentiating(lambda *args: on_host(*self.unpack(args))))
+        self.op.register_kernel("cpu")(differentiating(on_host, self.unpack))
         if fake is not None:
             self.op.register_fake(lambda *args: fake(*self.unpack(args)))
         self.op.register_flop_formula(lambda *args, out_val=None: flops(*self.unpack(args)))
 
     def _lay_out(self, leaves: list[tuple[str, Any]]) -> list[inspect.Parameter]:
         """Note where in the call each argument is, and return the parameters that are its fields."""
-        tensors = (Tensor, Tensor | None)
-        optional = {path: _value_or_none(kind) for path, kind in leaves if _value_or_none(kind) is not None}
-        own = sorted((leaf for leaf in leaves if leaf[0] not in optional), key=lambda leaf: leaf[1] not in tensors)
-        types = {_name(path): kind for path, kind in own}
-        for kind in optional.values():
-            types |= _annotations(kind)
-        self._own = [attrgetter(path) for path, _ in own]
-        self._optional = [_Optional(_name(path), attrgetter(path), kind) for path, kind in optional.items()]
+        tensors, optional = (Tensor, Tensor | None), {path: _value_or_none(kind) for path, kind in leaves}
+        own = sorted((leaf for leaf in leaves if optional[leaf[0]] is None), key=lambda leaf: leaf[1] not in tensors)
+        types = {path.rpartition(".")[2]: kind for path, kind in own}
+        self._own = attrgetter(*(path for path, _ in own))
+        self._optional: dict[str, _Optional] = {}
+        for path, kind in optional.items():
+            if kind is not None:
+                first, types = len(types), {**types, **_annotations(kind)}
+                nothing = tuple(each() for each in _annotations(kind).values())
+                places = slice(self.start + first, self.start + len(types))
+                self._optional[path.rpartition(".")[2]] = _Optional(attrgetter(path), kind, places, nothing)
         self.names, self.fields = list(types), len(types)
         self.tensors = sum(kind in tensors for kind in types.values())
         return [
@@ -193,16 +192,18 @@ class CallOp(Generic[C]):
     def unpack(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return the arguments of `run`."""
         end = self.start + self.fields
-        given = dict(zip(self.names, args[self.start : end], strict=True))
-        for each in self._optional:
-            value = each.kind(*[given[name] for name in _annotations(each.kind)])
-            given[each.name] = value if any(value) else None
-        return *args[: self.start], self._make(given), *args[end:]
+        fields = dict(zip(self.names, args[self.start : end], strict=True))
+        for name, each in self._optional.items():
+            value = args[each.places]
+            fields[name] = each.kind(*value) if any(value) else None
+        return *args[: self.start], self.call_type.of(fields), *args[end:]
 
     def __call__(self, *args: Any) -> Any:
         call = args[self.start]
-        optional = (part for each in self._optional for part in each.get(call) or each.nothing)
-        return self.op(*args[: self.start], *[get(call) for get in self._own], *optional, *args[self.start + 1 :])
+        given = self._own(call)
+        for each in self._optional.values():
+            given += each.get(call) or each.nothing
+        return self.op(*args[: self.start], *given, *args[self.start + 1 :])
 
     def save_call(self, ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
         """Save the call, with which the arguments begin, and some results, in a `setup_context`."""

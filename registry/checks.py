@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -90,13 +91,13 @@ LARGEST: float = torch.finfo(torch.float32).max
 TINY: float = torch.finfo(torch.float32).tiny
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real | torch.SymInt | torch.SymFloat)
+_NUMBERS: tuple[Any, ...] = (float, int, Real, torch.SymInt, torch.SymFloat)
+"""What a number is; asking for an abstract class takes longer, and so comes after what most are."""
 
 
 def check_number(name: str, value: Any, low: float, high: float, expected: str) -> None:
     """`expected` says in words what the limits, both allowed, mean; NaN is never within them."""
-    if not _is_number(value):
+    if not isinstance(value, _NUMBERS):
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__} {value!r}")
     if not low <= value <= high:
         raise ValueError(f"{name}: expected {expected}, got {value}")
@@ -112,16 +113,13 @@ def check_size(name: str, value: Any, least: int = 1, most: int | None = None) -
         raise ValueError(f"{name}: expected {expected}, got {value}")
 
 
-def check_not_negative(name: str, value: float) -> None:
-    check_number(name, value, 0.0, LARGEST, "a finite number of at least 0")
-
-
-def check_positive(name: str, value: Any) -> None:
-    check_number(name, value, TINY, LARGEST, "a finite positive number")
-
-
-def check_finite(name: str, value: float) -> None:
-    check_number(name, value, -LARGEST, LARGEST, "a finite number")
+check_not_negative: Callable[[str, Any], None] = partial(
+    check_number, low=0.0, high=LARGEST, expected="a finite number of at least 0"
+)
+check_positive: Callable[[str, Any], None] = partial(
+    check_number, low=TINY, high=LARGEST, expected="a finite positive number"
+)
+check_finite: Callable[[str, Any], None] = partial(check_number, low=-LARGEST, high=LARGEST, expected="a finite number")
 
 
 def check_integer(name: str, value: Any, expected: str) -> None:

@@ -9,6 +9,7 @@
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ class Derivative:
         self.fills = self.several and not takes_none
         self.keeps = keeps
         self._constants = functools.cache(self._find_constants)
+        given = itertools.product((False, True), repeat=len(results))
+        self._unreached = {each: self._find_unreached(each) for each in given}
 
     def flags(self, args: tuple[Any, ...]) -> Sequence[bool]:
         """The op's last arguments, for a call with those before them."""
@@ -52,9 +55,11 @@ class Derivative:
         wanted = torch.is_grad_enabled()
         return self.keeps([wanted and isinstance(arg, Tensor) and arg.requires_grad for arg in args], args)
 
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any, *, has_inputs: bool = False) -> None:
+        """Save what the formula needs, unless the context has all inputs to make the call again."""
         ctx.set_materialize_grads(False)
-        if self.keeps is None or not self._keep_inputs(ctx, self.keeps, inputs):
+        if not has_inputs:
+            ctx.inputs = None
             self.save(ctx, inputs, output)
         if self.several:
             constants = self._constants(ctx.needs_input_grad)
@@ -64,8 +69,9 @@ class Derivative:
             ctx.alike = [_alike(y) for y in output[: len(self.results)]]
 
     def checked_setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Do the same, and refuse what a second derivative would take for a constant."""
-        self.setup_context(ctx, inputs, output)
+        """Do the same where the call may have kept too little; refuse what a second derivative takes for a constant."""
+        has_inputs = self.keeps is not None and self._keep_inputs(ctx, self.keeps, inputs)
+        self.setup_context(ctx, inputs, output, has_inputs=has_inputs)
         saved, marked = noted_by(ctx)
         if marked and not self.several:
             raise RuntimeError(f"llmk::{self.name}: depends_on says which outputs have no gradient, not setup_context")
@@ -84,12 +90,13 @@ class Derivative:
                     f"llmk::{self.name}: double backward is not supported, nor is a gradient for what it keeps"
                 )
         grads = grads[:count]
-        if grads[0] is None and all(grad is None for grad in grads):
+        given = tuple([grad is not None for grad in grads])
+        if True not in given:
             return (None,) * len(ctx.needs_input_grad)
-        unreached = self._unreached([grad is not None for grad in grads]) if self.several else ()
+        unreached = self._unreached[given] if self.several else ()
         if self.fills:
             grads = tuple(_zeros(alike) if grad is None else grad for grad, alike in zip(grads, ctx.alike, strict=True))
-        if self.keeps is not None and ctx.inputs is not None:
+        if ctx.inputs is not None:
             ctx = self._again(ctx)
         found = self.formula(ctx, *grads)
         return tuple(None if place in unreached else grad for place, grad in enumerate(found)) if unreached else found
@@ -102,10 +109,8 @@ class Derivative:
             [None] * len(need) if isinstance(need, list) else grad for grad, need in zip(found, needs, strict=True)
         )
 
-    def _unreached(self, given: Sequence[bool]) -> set[int]:
+    def _find_unreached(self, given: Sequence[bool]) -> set[int]:
         """The places of the arguments on which no output with a gradient depends."""
-        if all(given):
-            return set()
         reached = {place for of, has in zip(self.results, given, strict=True) if has for place in of}
         return {place for of in self.results for place in of} - reached
 
@@ -118,7 +123,6 @@ class Derivative:
         flags = keeps(ctx.needs_input_grad, inputs)
         given = inputs[len(inputs) - len(flags) :]
         if all(has or not needs for has, needs in zip(given, flags, strict=True)):
-            ctx.inputs = None
             return False
         ctx.save_for_backward(*(tensor for value in inputs for tensor in _tensors_of(value)))
         ctx.inputs = [_without_tensors(value) for value in (*inputs[: -len(flags)], *flags)]

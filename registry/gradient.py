@@ -4,9 +4,8 @@ PyTorch runs an operator's body below autograd: its dispatch keys are excluded, 
 computes has no graph, and a caller's graph ends at the operator. `gradient_of` restores the keys for one function.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,37 +32,33 @@ def gradient_of(value: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor,
         if not result.requires_grad:
             return result, (None,) * len(leaves)
         found = torch.autograd.grad(result, leaves, allow_unused=True)
-    return result.detach(), tuple(None if grad is None else grad.contiguous() for grad in found)
+    return result.detach(), tuple([None if grad is None else grad.contiguous() for grad in found])
 
 
-def differentiating(body: Callable[..., Any]) -> Callable[..., Any]:
+def differentiating(
+    body: Callable[..., Any], arguments: Callable[[list[Any]], Iterable[Any]] = iter
+) -> Callable[..., Any]:
     """Wrap the body of an op which calls `gradient_of`: autograd refuses tensors that were made in inference mode.
 
-    The body runs outside that mode, and gets such tensors as ordinary ones of the same memory, also in a dataclass.
+    The body runs outside that mode, and gets such tensors as ordinary ones of the same memory. It takes the `arguments`
+    that the op's are made into.
     """
 
-    @functools.wraps(body)
     def run(*args: Any) -> Any:
         if not torch.is_inference_mode_enabled():
-            return body(*map(_ordinary, args))
+            return body(*arguments(_ordinary(args)))
         with torch.inference_mode(False), torch.no_grad():
-            return body(*map(_ordinary, args))
+            return body(*arguments(_ordinary(args)))
 
-    return run
-
-
-def _ordinary(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _ordinary_tensor(value) if value.is_inference() else value
-    if isinstance(value, list | tuple):
-        return type(value)(map(_ordinary, value)) if any(isinstance(each, Tensor) for each in value) else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changed = {name: new for name, old in fields.items() if (new := _ordinary(old)) is not old}
-        return dataclasses.replace(value, **changed) if changed else value
-    return value
+    return functools.update_wrapper(run, body)
 
 
-def _ordinary_tensor(value: Tensor) -> Tensor:
-    alias = torch.empty((0,), dtype=value.dtype, device=value.device)
-    return alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+def _ordinary(values: Sequence[Any]) -> list[Any]:
+    ordinary = list(values)
+    for i, value in enumerate(ordinary):
+        if isinstance(value, list):
+            ordinary[i] = _ordinary(value)
+        elif isinstance(value, Tensor) and value.is_inference():
+            alias = torch.empty((0,), dtype=value.dtype, device=value.device)
+            ordinary[i] = alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    return ordinary

@@ -114,10 +114,14 @@ class KernelOp:
         return self._run(*args)
 
     def _run(self, *args: Any) -> Any:
-        """The body where nothing traces; on the current GPU without autocast that is the launching function itself."""
-        if not launches_directly(args[0]):
-            return self._body(*args)
-        outputs = _no_views(self.fn(*args))
+        """The body where nothing traces; on a CPU or the current GPU, without autocast, that is a function itself."""
+        first, run = args[0], self.fn
+        assert self._cpu is not None
+        if not launches_directly(first):
+            if not first.is_cpu or settings.kernels_on_cpu or torch.is_autocast_enabled("cpu"):
+                return self._body(*args)
+            run = self._cpu
+        outputs = _no_views(run(*args))
         if captures.current is not None:
             captures.current.note_call(self, args, outputs)
         return outputs
@@ -319,9 +323,12 @@ def _no_views(outputs: Any) -> Any:
 
     A detached tensor is no view and has the same memory.
     """
-    if isinstance(outputs, tuple):
-        return tuple([y.detach() if is_view(y) else y for y in outputs])
-    return outputs.detach() if is_view(outputs) else outputs
+    if not isinstance(outputs, tuple):
+        return outputs.detach() if is_view(outputs) else outputs
+    for y in outputs:
+        if is_view(y):
+            return tuple([y.detach() if is_view(y) else y for y in outputs])
+    return outputs
 
 
 def like_first(*args: Any) -> Any:
@@ -342,9 +349,6 @@ def _autograd_function(name: str, run: Callable[..., Any], derivative: Derivativ
         derivative.setup_context(ctx, args, output)
         return output
 
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return derivative.backward(ctx, *grads)
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(derivative.backward)}
     function = type(f"{name}_function", (torch.autograd.Function,), methods)
     return bare_apply(function)  # is_eager has looked for torch.func's transforms

@@ -16,6 +16,7 @@ from llmk.registry.private.modes import dispatch_modes
 from llmk.registry.private.tensors import empty_on_gpu
 from llmk.registry.settings import changed, settings
 
+GPU = "cuda"
 HAS_LAUNCHER = KNOWS_LAUNCH and not INTERPRET and torch.version.hip is None  # AMD's specializes on more than it knows
 
 
@@ -53,7 +54,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """
     if dispatch_modes() and not shape:  # Inductor fills a buffer that has no dimension, which would cost a launch
         buffer = torch.empty((1,), dtype=dtype, device=device).view(())
-    elif not _is_gpu(device) or dispatch_modes() or not settings.fast_path:
+    elif device.type != GPU or dispatch_modes() or not settings.fast_path:
         buffer = torch.empty(shape, dtype=dtype, device=device)
     else:
         buffer = empty_on_gpu(*contiguous_layout(tuple(shape)), dtype)
@@ -76,10 +77,6 @@ def describable(x: Tensor) -> bool:
 def descriptor(x: Tensor, block: list[int]) -> Any:
     """Describe a matrix for a kernel that loads or stores blocks of it: zeros outside of it, nothing stored there."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
-
-
-def _is_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 @contextlib.contextmanager

@@ -12,10 +12,10 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import is_tensor_like
 
 from llmk.registry.checks import check_home
-from llmk.registry.eager.bypass import PLAIN_TENSORS, inside_functorch, is_plain_eager
+from llmk.registry.eager.bypass import PLAIN_TENSORS, is_plain_eager
 from llmk.registry.eager.launch_cache import LaunchCache
 from llmk.registry.kernel_op import KernelOp
-from llmk.registry.private.modes import forward_mode_level
+from llmk.registry.private.modes import forward_mode_level, functorch_level
 from llmk.registry.private.operators import schema_of
 from llmk.registry.record import OPS, Op
 
@@ -39,6 +39,7 @@ _ACCEPTED: dict[str, tuple[str, Any]] = {
     "List[float]": ("a list of numbers", (list, tuple)),
 }
 """The words for a type, and what the dispatcher takes for it besides tensor-likes, and for numbers tensors of one."""
+INT64 = 2**63
 _STRIDED = torch.strided
 
 _library = torch.library.Library("llmk", "FRAGMENT")
@@ -157,18 +158,14 @@ def _fits(schema: torch.FunctionSchema) -> Callable[[tuple[Any, ...], dict[str, 
         if len(args) > most:
             return False
         for value, kinds in zip(args, by_position):  # noqa: B905  some may be left out
-            if type(value) not in kinds or (type(value) is int and not _is_int64(value)):
+            if type(value) not in kinds or (type(value) is int and not -INT64 <= value < INT64):
                 return False
         for name, value in kwargs.items():
-            if type(value) not in accepted.get(name, ()) or (type(value) is int and not _is_int64(value)):
+            if type(value) not in accepted.get(name, ()) or (type(value) is int and not -INT64 <= value < INT64):
                 return False
         return True
 
     return fits
-
-
-def _is_int64(value: int) -> bool:
-    return -(2**63) <= value < 2**63
 
 
 def _refusing_misuse(
@@ -208,7 +205,7 @@ def _refusing_misuse(
         for name, value in given.items():
             kind, optional = kinds[name]
             refuse_value(name, value, kind, optional)
-            if kind == "int" and isinstance(value, int) and not _is_int64(value):
+            if kind == "int" and isinstance(value, int) and not -INT64 <= value < INT64:
                 raise OverflowError(f"{name}: expected an integer of 64 bits, got {value}")
 
     return refuse
@@ -253,7 +250,7 @@ def _guarded(
 
     @functools.wraps(fn)
     def implementation(*args: Any, **kwargs: Any) -> Any:
-        if inside_functorch():
+        if functorch_level() is not None:
             raise NotImplementedError(f"llmk::{name} does not support torch.func transforms (grad, vmap, jvp, ...)")
         forward_mode, backward, given = forward_mode_level() >= 0, torch.is_grad_enabled(), len(args)
         for position, argument, is_list, required, has_gradient in tensors:

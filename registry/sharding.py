@@ -101,7 +101,7 @@ def is_sharded(*tensors: torch.Tensor) -> bool:
         return False
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(tensor, DTensor) for tensor in tensors)
+    return any([isinstance(tensor, DTensor) for tensor in tensors])
 
 
 def foreign_kind(tensor: torch.Tensor) -> str | None:

@@ -50,7 +50,7 @@ def stub_launches(patch: pytest.MonkeyPatch) -> list[Run]:
     patch.setattr(launcher, "_launchers", {})
     for module in (launch, launch_cache):
         patch.setattr(module, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
-    patch.setattr(launch, "_is_gpu", lambda device: device.type == "cpu")
+    patch.setattr(launch, "GPU", "cpu")
     for module in ("eager.launch_cache", "kernel_op"):
         patch.setattr(f"llmk.registry.{module}.launches_directly", launches_directly)
     for kernel_op in (kernel_op for op in OPS.values() for kernel_op in op.kernel_ops):

@@ -28,8 +28,8 @@ from llmk.registry import (
     wrap_triton,
 )
 from llmk.registry.devices import kernel_context, runs_kernels
-from llmk.registry.eager.bypass import is_plain_eager, takes_fast_path
-from llmk.registry.private.modes import graph_is_kept, saved_tensors_are_hooked
+from llmk.registry.eager.bypass import are_plain, is_plain_eager
+from llmk.registry.private.modes import graph_is_kept, top_saved_tensors_hooks
 
 PROGRAMS = 8
 """Programs of 8 warps that a multiprocessor holds at a time: where a factor is expected to be 1 a program does no
@@ -126,7 +126,7 @@ def save_gradients(ctx: Any, *gradients: Tensor, counted: tuple[Tensor | None, i
 
     `counted` has the labels of tokens that say which count, and the one of those that do not.
     """
-    ctx.hooked = saved_tensors_are_hooked()
+    ctx.hooked = top_saved_tensors_hooks() is not None
     labels, ctx.ignore_index = counted
     ctx.save_for_backward(*gradients, labels)
 
@@ -137,21 +137,23 @@ class SavedGradients:
     def __init__(self, ctx: Any, grad: Tensor, scale: KernelOp) -> None:
         *self.gradients, self.labels = ctx.saved_tensors
         self.grad, self.ignore_index, self.scale = grad, ctx.ignore_index, scale
-        self.last = is_plain_eager() and not (torch.is_grad_enabled() or ctx.hooked or graph_is_kept())
+        last = is_plain_eager() and not (torch.is_grad_enabled() or ctx.hooked or graph_is_kept())
+        self.last = last and are_plain((grad, *self.gradients))
+        self.by_kernels = self.last and runs_kernels(scale.name, grad)
 
     def times(self, index: int, dtype: torch.dtype | None = None, *, of_tokens: bool = False) -> Tensor:
         """One of them, times the incoming gradient and rounded once to `dtype`, by default its own."""
         saved = self.gradients[index]
         dtype = saved.dtype if dtype is None else dtype
         counted = self.labels, self.ignore_index, of_tokens
-        if self.last and saved.dtype == dtype and takes_fast_path((saved, self.grad)):
+        if self.last and saved.dtype == dtype:
             # It was an output of the forward pass: as it is, it would keep the graph alive as long as the gradient.
             return self._scaled_in_place(saved.detach(), counted)
         return self.scale(saved, self.grad, *counted, dtype)
 
     def _scaled_in_place(self, saved: Tensor, counted: tuple[Tensor | None, int, bool]) -> Tensor:
         """The same where `saved` is, which nobody reads again. A factor of 1 changes no bit of it."""
-        if not runs_kernels(self.scale.name, saved):
+        if not self.by_kernels:
             return saved.copy_(_scale_on_cpu(saved, self.grad, *counted, saved.dtype))
         with kernel_context(saved):
             _launch(saved, self.grad, *counted, saved, in_place=True)

@@ -7,22 +7,18 @@ import torch
 from torch import Tensor
 
 from llmk.registry.private.modes import (
+    count_function_modes,
     dispatch_modes,
     forward_mode_level,
-    function_modes,
     functorch_level,
     jit_tracing,
+    looking_on,
     profiling,
 )
 from llmk.registry.settings import settings
 
 PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 PLAIN_NUMBERS = frozenset({int, float, bool, str, type(None), torch.dtype})
-
-
-def inside_functorch() -> bool:
-    """Return True if a torch.func transform is running."""
-    return functorch_level() is not None
 
 
 class set_short_path_enabled:
@@ -72,7 +68,7 @@ def is_plain_eager() -> bool:
         torch.compiler.is_compiling()
         or not settings.fast_path
         or dispatch_modes()
-        or function_modes()
+        or (count_function_modes() and looking_on())
         or functorch_level() is not None
         or jit_tracing()
         or forward_mode_level() >= 0

@@ -3,8 +3,8 @@
 Where that cannot be told someone always does: every call takes the dispatcher's path, and what was saved is read again.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.autograd import Function, forward_ad
@@ -42,7 +42,7 @@ def _level_of_probe() -> int | None:
 
 
 dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack", _one)
-_count_function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack", _one)
+count_function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack", _one)
 _function_mode_stack = find("torch.overrides._get_current_function_mode_stack")
 _DeviceContext = find("torch.utils._device.DeviceContext")
 profiling: Callable[[], bool] = find("torch._C._autograd._profiler_enabled", _one)
@@ -52,11 +52,10 @@ jit_tracing: Callable[[], bool] = find("torch._C._is_tracing", find("torch.jit.i
 _mode_of = find("torch._C._get_dispatch_mode")
 
 
-def function_modes() -> int:
-    """Those that look on: not that of `torch.set_default_device`, which only changes factories without a device."""
-    count = _count_function_modes()
-    if not count or _function_mode_stack is None or _DeviceContext is None:
-        return count
+def looking_on() -> int:
+    """Count the function modes but that of `torch.set_default_device`, which changes factories without a device."""
+    if _function_mode_stack is None or _DeviceContext is None:
+        return count_function_modes()
     return sum(type(mode) is not _DeviceContext for mode in _function_mode_stack())
 
 
@@ -68,32 +67,33 @@ def traced_by_compiler() -> bool:
     return None not in (_mode_of, _functional) and _mode_of(_functional) is not None
 
 
-def forward_mode_level() -> int:
-    """Negative where forward-mode AD is off; where that cannot be told each tensor is asked."""
-    return getattr(forward_ad, "_current_level", 0)
+forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", 0)
+"""Negative where forward-mode AD is off; where that cannot be told each tensor is asked."""
 
 
 graph_is_kept: Callable[[], bool] = find("torch._C._autograd._get_current_graph_task_keep_graph", _always)
 _top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks", _always_something)
 
 
-def saved_tensors_are_hooked() -> bool:
-    """Return True if `torch.autograd.graph.saved_tensors_hooks` see what a forward pass saves now."""
-    return _top_hooks(False) is not None
+top_saved_tensors_hooks: Callable[[], Any] = partial(_top_hooks, False)
+"""Returns the `torch.autograd.graph.saved_tensors_hooks` that see what a forward pass saves now, None for none."""
 
 
 _set_hooks_tracing = find("torch._C._autograd._saved_tensors_hooks_set_tracing")
 
 
-@contextlib.contextmanager
-def saved_tensors_unhooked() -> Iterator[None]:
+class saved_tensors_unhooked:
     """The caller's hooks on saved tensors, such as those of a checkpoint, see nothing of what is saved within."""
-    if _set_hooks_tracing is None:
-        with saved_tensors_hooks(lambda x: x, lambda x: x):  # the innermost hooks alone are called
-            yield
-        return
-    before = _set_hooks_tracing(True)
-    try:
-        yield
-    finally:
-        _set_hooks_tracing(before)
+
+    def __enter__(self) -> None:
+        if _set_hooks_tracing is None:
+            self.hooks = saved_tensors_hooks(lambda x: x, lambda x: x)  # the innermost hooks alone are called
+            self.hooks.__enter__()
+        else:
+            self.before = _set_hooks_tracing(True)
+
+    def __exit__(self, *exception: object) -> None:
+        if _set_hooks_tracing is None:
+            self.hooks.__exit__(*exception)
+        else:
+            _set_hooks_tracing(self.before)
