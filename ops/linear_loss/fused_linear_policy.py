@@ -20,6 +20,7 @@ the backward pass multiplies them by that of the loss.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class PolicyCall(GroupsCall):
     entropy_weight: Tensor | None  # [..., S]
     options: PolicyOptions
 
-    @property
+    @cached_property
     def group(self) -> torch.Size:
         return torch.Size(()) if self.options.importance_sampling_level == "token" else self.tokens[-1:]
 

@@ -16,6 +16,7 @@ of each log-probability, and the chunk's exponentials those of the inputs as in 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,14 +63,13 @@ class PreferenceCall(GroupsCall):
 
     terms: PreferenceTerms
 
-    @property
+    @cached_property
     def group(self) -> torch.Size:
         return self.tokens[1:]
 
     def loss(self, groups: slice) -> Callable[[Tensor, Tensor], Tensor]:
         counts = self.target[groups].long() != self.ignore_index  # int32 would wrap an index that it does not hold
-        terms = self.terms.of_groups(groups)
-        return lambda logprobs, entropy: terms.loss(logprobs, counts)
+        return lambda logprobs, entropy: self.terms.loss(logprobs, counts, groups)
 
 
 forward, KERNEL_OPS = groups_op("fused_linear_preference", PreferenceCall)

@@ -1,9 +1,10 @@
 """The projection of hidden states to the logits of classes, and the options that every loss of logits takes with it."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ DIFFERENTIABLE = ["input", "linear_weight", "linear_bias"]
 class Head(FromArguments):
     """The projection as the operators and losses take it, each of which has some of the options.
 
-    `llmk.losses` makes it of a function's arguments and hands it on; an operator makes it of its own to check them.
+    `llmk.losses` makes it of a function's arguments and hands it on.
     """
 
     input: Tensor  # [..., H]
@@ -62,26 +63,30 @@ class Head(FromArguments):
             given["input"], given["linear_bias"] = scaled(self.logit_scale, self.input, self.linear_bias)
         return given
 
-    def checked(self) -> Self:
-        """Check that tensors and options fit each other, and return the head, cast under autocast.
 
-        Which classes the ranks have is checked with the process group.
-        """
-        linear = checked_linear(self.input, self.linear_weight, self.linear_bias)
-        head = replace(self, **dict(zip(DIFFERENTIABLE, linear, strict=True)))
-        if self.logits_dtype not in (None, torch.float32, head.input.dtype):
-            expected = f"None, torch.float32 or {head.input.dtype} as input"
-            raise TypeError(f"logits_dtype: expected {expected}, got {self.logits_dtype}")
-        check_positive("temperature", self.temperature)
-        check_finite("logit_scale", self.logit_scale)
-        check_switch("softcap", self.softcap)
-        check_chunk_size(self.chunk_size)
-        return head
+CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "temperature": check_positive,
+    "logit_scale": check_finite,
+    "softcap": check_switch,
+}
+"""The checks of a projection's options by their names, of which an operator has some."""
 
-    @property
-    def float32_logits(self) -> bool:
-        """True if logits are to be float32, False if they are to have the input's dtype."""
-        return self.logits_dtype in (None, torch.float32)
+
+def checked_projection(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Check that the projection among an operator's arguments fits together, with the options that the operator has.
+
+    Return its tensors, cast under autocast, and whether logits are to be float32 or have the input's dtype. Which
+    classes the ranks have is checked with the process group.
+    """
+    linear = checked_linear(*itemgetter(*DIFFERENTIABLE)(arguments))
+    dtype, asked_for = linear[0].dtype, arguments.get("logits_dtype")
+    if asked_for not in (None, torch.float32, dtype):
+        raise TypeError(f"logits_dtype: expected None, torch.float32 or {dtype} as input, got {asked_for}")
+    for name, check in CHECKS.items():
+        if name in arguments:
+            check(name, arguments[name])
+    check_chunk_size(arguments["chunk_size"])
+    return {**dict(zip(DIFFERENTIABLE, linear, strict=True)), "float32_logits": asked_for in (None, torch.float32)}
 
 
 def scaled(logit_scale: float, input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -95,8 +100,7 @@ def checked_linear(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, names: Sequence[str] = DIFFERENTIABLE
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Check that a linear layer's tensors fit each other and return them, cast under autocast."""
-    check_linear(input, linear_weight, linear_bias, names)
-    dtype = autocast_dtype(input.device)
+    dtype = check_linear(input, linear_weight, linear_bias, names)
     if dtype is not None:
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = linear_bias if linear_bias is None else linear_bias.to(dtype)
@@ -105,8 +109,8 @@ def checked_linear(
 
 def check_linear(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, names: Sequence[str] = DIFFERENTIABLE
-) -> None:
-    """Check that a linear layer's tensors fit each other, in dtype too unless autocast makes them."""
+) -> torch.dtype | None:
+    """Check that a linear layer's tensors fit each other, in dtype too unless autocast makes them; return its dtype."""
     x, w, b = names
     if type(linear_weight) not in PLAIN_TENSORS and (kind := foreign_kind(linear_weight)):
         raise TypeError(f"{w}: expected a plain tensor or a DTensor, got a {kind}, which computes in its own way")
@@ -116,13 +120,14 @@ def check_linear(
     H = input.shape[-1]
     if linear_weight.dim() != 2 or linear_weight.shape[1] != H:
         raise ValueError(f"{w}: expected shape [V, {H}] to fit {x}, got {tuple(linear_weight.shape)}")
-    is_cast = autocast_dtype(input.device) is not None
+    cast_to = autocast_dtype(input.device)
     for name, tensor in ((w, linear_weight), (b, linear_bias)):
         if tensor is not None:
             check_dtype(name, tensor)
-            check_same(name, tensor, x, input, dtype=not is_cast)
+            check_same(name, tensor, x, input, dtype=cast_to is None)
     if linear_bias is not None:
         check_shape(b, linear_bias, linear_weight.shape[:1], f"one for each class of {w}")
+    return cast_to
 
 
 def check_chunk_size(chunk_size: int) -> None:

@@ -15,7 +15,7 @@ from llmk.ops.linear_loss.chunked.plan import KEPT_BUDGET, kept_rows
 from llmk.ops.linear_loss.drivers import logprobs as drivers
 from llmk.ops.linear_loss.drivers._rows_call import RowsCall
 from llmk.ops.linear_loss.drivers.logprobs import LogprobsCall
-from llmk.ops.linear_loss.rows.projection import Chunk, Gradients, RowMatrix
+from llmk.ops.linear_loss.rows.projection import Gradients, RowMatrix
 from llmk.registry import OPS, Sample
 
 H, V = 16, 37
@@ -213,8 +213,8 @@ def test_stale_logits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kept_exponentials_that_a_backward_pass_changes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     add = Gradients.add
 
-    def spoiling(self: Gradients, chunk: Chunk, rows: RowMatrix) -> None:
-        add(self, chunk, rows)
+    def spoiling(self: Gradients, place: slice, end: Tensor, rows: RowMatrix) -> None:
+        add(self, place, end, rows)
         rows.p.mul_(2)
 
     x, weight, target = head(8)

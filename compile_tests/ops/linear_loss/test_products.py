@@ -17,7 +17,7 @@ from llmk.ops.linear_loss.rows import products
 from llmk.ops.linear_loss.rows.classes import Numbering
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
 from llmk.ops.linear_loss.rows.products import Rows, Weights
-from llmk.ops.linear_loss.rows.projection import Chunk, Gradients, MatrixProjection, RowMatrix, projection_of
+from llmk.ops.linear_loss.rows.projection import Gradients, MatrixProjection, projection_of
 from llmk.registry import OPS, Sample
 from llmk.registry.devices import INTERPRET
 
@@ -135,7 +135,7 @@ def exponentials(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Ten
     chunk, _ = rows.chunk(slice(0, len(x)))
     p = torch.full((len(x), V), float("nan"), dtype=x.dtype, device=device)
     numbers = chunk.y_own.unsqueeze(0)
-    products.launch_logits(Rows(x, numbers, chunk.own, chunk.count), weights, p, None)
+    products.launch_logits(Rows(x, numbers, chunk.own, chunk.end), weights, p, None)
     logits = x.double() @ weight.double().t()
     exact = (logits - chunk.y_own.double().unsqueeze(-1)).exp()
     return p, exact.scatter(1, target.unsqueeze(1), 0.0)
@@ -233,12 +233,12 @@ def test_exponentials_that_were_overwritten_are_told(dtype: torch.dtype, monkeyp
     name, sample = "fused_linear_ce", Sample(head(8, dtype), {"chunk_size": 4}, why="two chunks")
     require(name, sample)
     add, results = Gradients.add, Gradients.results
-    late: list[tuple[Chunk, RowMatrix]] = []
+    late: list[Any] = []
 
-    def later(self: Gradients, chunk: Chunk, rows: RowMatrix) -> None:
+    def later(self: Gradients, *args: Any) -> None:
         if late:
             add(self, *late.pop())
-        late.append((chunk, rows))
+        late.append(args)
 
     def rest(self: Gradients, *args: Any) -> Any:
         if late:

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any, Self, TypeVar
 
 import torch
@@ -13,9 +14,9 @@ from llmk.ops.common.scaling import SavedGradients, save_gradients, scale_op
 from llmk.ops.linear_loss.chunked._compacted import CompactedTokens
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice
 from llmk.ops.linear_loss.chunked.plan import Plan, plan
-from llmk.ops.linear_loss.head import DIFFERENTIABLE, Head
+from llmk.ops.linear_loss.head import DIFFERENTIABLE, checked_projection
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
-from llmk.registry import CallOp, FromArguments, KernelOp, from_arguments, is_sharded
+from llmk.registry import CallOp, FromArguments, KernelOp, is_sharded
 from llmk.registry.checks import resolve_group
 from llmk.registry.devices import runs_kernels
 from llmk.registry.eager.bypass import PLAIN_TENSORS
@@ -33,18 +34,13 @@ class LinearCall(FromArguments):
     chunk_size: int  # 0: chosen
     shard: VocabShard | None = None  # None: the weight has all classes
 
-    def mask(self) -> Tensor:
-        """Return the mask of the tokens that count, `[...]`."""
-        raise NotImplementedError
-
-    @property
-    def counted_labels(self) -> tuple[Tensor | None, int]:
-        """Labels `[...]` of tokens, all of which count but those with an index; None where more decides on that."""
-        return None, 0
-
     @property
     def token_tensors(self) -> tuple[str, ...]:
         """The names of the tensors with a row for each token, which may be None, and of lists of them."""
+        raise NotImplementedError
+
+    def mask(self) -> Tensor:
+        """Return the mask of the tokens that count, `[...]`."""
         raise NotImplementedError
 
     def can_compact(self, impl: Implementation) -> bool:
@@ -55,25 +51,27 @@ class LinearCall(FromArguments):
         """Return the tokens that the loss is computed for, and the call for these: see `CompactedTokens.of`."""
         if not self.can_compact(impl):
             return CompactedTokens(tuple(self.tokens)), self
-        compacted = CompactedTokens.of(self.mask(), on_host=impl.on_host, segment=segment)
-
-        def gathered(value: Tensor | Sequence[Tensor] | None) -> Any:
-            if value is None or isinstance(value, Tensor):
-                return None if value is None else compacted.gather(value)
-            return [compacted.gather(each) for each in value]
-
-        return compacted, replace(self, **{name: gathered(getattr(self, name)) for name in self.token_tensors})
+        compacted, gathered = CompactedTokens.of(self.mask(), on_host=impl.on_host, segment=segment), {}
+        gather = Tensor.contiguous if compacted.index is None else compacted.gather
+        for name in self.token_tensors:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            found = [gather(each) for each in value] if isinstance(value, list) else gather(value)
+            if found is not value:
+                gathered[name] = found
+        return compacted, self.of(vars(self), **gathered) if gathered else self
 
     def plan(self, impl: Implementation, **options: int) -> Plan:
         """Return the plan, given the `group` or the `matrices` of `plan`."""
-        sizes = self.tokens.numel(), self.input.shape[-1], self.own_shard.mean_classes
+        sizes = self.tokens.numel(), self.input.shape[-1], self.mean_classes
         return plan(sizes, self.input.dtype, on_host=impl.on_host, chunk_size=self.chunk_size, **options)
 
     @property
     def rounds_logits(self) -> bool:
         return not self.float32_logits and self.input.dtype != torch.float32
 
-    @property
+    @cached_property
     def tokens(self) -> torch.Size:
         return self.input.shape[:-1]
 
@@ -85,11 +83,15 @@ class LinearCall(FromArguments):
     @property
     def num_classes(self) -> int:
         """The classes of all ranks."""
-        return self.own_shard.num_classes
+        return self.linear_weight.shape[0] if self.shard is None else self.shard.num_classes
+
+    @property
+    def mean_classes(self) -> int:
+        return self.linear_weight.shape[0] if self.shard is None else self.shard.mean_classes
 
     @property
     def first_class(self) -> int:
-        return self.own_shard.first_class
+        return 0 if self.shard is None else self.shard.first_class
 
     @property
     def saved_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -109,15 +111,14 @@ class LinearCall(FromArguments):
     @classmethod
     def checked(cls, arguments: Mapping[str, Any]) -> Self:
         """Check the projection of a public operator's arguments, cast it under autocast, and return their call."""
-        head = Head.of(arguments).checked()
-        linear = {name: getattr(head, name) for name in DIFFERENTIABLE}  # cast; the options are the operator's own
-        call = cls.of(arguments, **linear, float32_logits=head.float32_logits)
+        call = cls.of(arguments, **checked_projection(arguments))
         call.check_classes()
         return call
 
     def check_classes(self) -> None:
         """Check that there are classes, among them those of this rank."""
-        first, own, num_classes = self.first_class, self.linear_weight.shape[0], self.num_classes
+        own = self.linear_weight.shape[0]
+        first, num_classes = (0, own) if self.shard is None else self.shard[:2]
         if first < 0:
             raise ValueError(f"vocab_start: expected a class, 0 or more, got {first}")
         if first + own > num_classes:
@@ -146,33 +147,33 @@ def local_fields(
         linears: The names of each linear layer's input, weight and bias.
         others: The names of the tensors that are replicated over the mesh dimension.
     """
-    if all(type(fields[weight]) in PLAIN_TENSORS for _, weight, _ in linears):
+    if PLAIN_TENSORS.issuperset([type(fields[weight]) for _, weight, _ in linears]):
         return fields, lambda result: result, False
     from llmk.ops.linear_loss.chunked._dtensors import on_this_rank  # which imports torch.distributed.tensor
 
     return on_this_rank(fields, linears, others)
 
 
+SLICE, LAYER = itemgetter(*VocabSlice.__annotations__), itemgetter(*DIFFERENTIABLE[:2])
+
+
 def with_shard(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return an operator's arguments with the `shard` that they say; it is None where no group is named."""
-    own = from_arguments(VocabSlice, arguments)
-    return {**arguments, "shard": _given_shard(arguments["input"], arguments["linear_weight"], **own)}
-
-
-def _given_shard(
-    input: Tensor, linear_weight: Tensor, vocab_start: int, num_classes: int, group_name: str
-) -> VocabShard | None:
-    if not group_name:
-        if (vocab_start, num_classes) in ((0, 0), (0, *linear_weight.shape[:1])):
-            return None
+    first, num_classes, group_name = SLICE(arguments)
+    shard, (input, linear_weight) = None, LAYER(arguments)
+    if group_name:
+        if is_sharded(input, linear_weight):
+            raise ValueError(
+                f"group_name: expected '' for DTensors, which say who has which classes, got {group_name!r}"
+            )
+        resolve_group("group_name", group_name)
+        shard = VocabShard(first, num_classes, group_name, dx_group_name=group_name)
+    elif (first, num_classes) not in ((0, 0), (0, *linear_weight.shape[:1])):
         raise ValueError(
             f"group_name: expected one for the classes that are not among the {linear_weight.shape[0]} of "
-            f"linear_weight, with vocab_start {vocab_start} and num_classes {num_classes}, got ''"
+            f"linear_weight, with vocab_start {first} and num_classes {num_classes}, got ''"
         )
-    if is_sharded(input, linear_weight):
-        raise ValueError(f"group_name: expected '' for DTensors, which say who has which classes, got {group_name!r}")
-    resolve_group("group_name", group_name)
-    return VocabShard(vocab_start, num_classes, group_name, dx_group_name=group_name)
+    return {**arguments, "shard": shard}
 
 
 C = TypeVar("C", bound=LinearCall)
@@ -218,10 +219,19 @@ class LinearOp(CallOp[C]):
         call, results = self.saved_call(ctx)
         return _argument_gradients(ctx, *backward(call, *grads, *results, *ctx.needs_input_grad[:3]))
 
-    def save_gradients(self, ctx: Any, inputs: tuple[Any, ...], *gradients: Tensor) -> None:
-        """Save the gradients that the forward pass made, in a `setup_context`."""
-        call = self._save_options(ctx, inputs)
-        save_gradients(ctx, *gradients, counted=call.counted_labels)
+    def save_gradients(
+        self,
+        ctx: Any,
+        inputs: tuple[Any, ...],
+        output: tuple[Tensor, ...],
+        counted: tuple[Tensor | None, int] = (None, 0),
+    ) -> None:
+        """Save the gradients that the forward pass made, the last three of the outputs, in a `setup_context`.
+
+        Labels `[...]` of tokens may be given, all of which count but those with an index.
+        """
+        self._save_options(ctx, inputs)
+        save_gradients(ctx, *output[-3:], counted=counted)
 
     def scaled_gradients(self, ctx: Any, scale: KernelOp, grad: Tensor) -> Any:
         """Return the arguments' gradients in a backward formula: those saved, scaled by `scale`."""
@@ -230,10 +240,9 @@ class LinearOp(CallOp[C]):
         dw = saved.times(1, ctx.dtype) if need_dw else None
         return _argument_gradients(ctx, dx, dw, saved.times(2, ctx.dtype) if need_db else None)
 
-    def _save_options(self, ctx: Any, inputs: tuple[Any, ...]) -> C:
-        call, *_ = self.unpack(inputs)
-        ctx.dtype, ctx.shard, ctx.arguments = call.input.dtype, call.shard, len(inputs)
-        return call
+    def _save_options(self, ctx: Any, inputs: tuple[Any, ...]) -> None:
+        given = inputs[self._optional["shard"].places]
+        ctx.dtype, ctx.shard, ctx.arguments = inputs[0].dtype, VocabShard(*given) if any(given) else None, len(inputs)
 
     def differentiate_by_scaling(self) -> tuple[KernelOp, KernelOp]:
         """Register the derivative of an op whose forward pass makes the gradients of input, weight and bias.
@@ -244,7 +253,7 @@ class LinearOp(CallOp[C]):
         scale = scale_op(f"{self.op.name.removesuffix('_fwd')}_scale")
         self.op.register_autograd(
             lambda ctx, grad, *_: self.scaled_gradients(ctx, scale, grad),
-            setup_context=lambda ctx, inputs, output: self.save_gradients(ctx, inputs, *output[-3:]),
+            setup_context=self.save_gradients,
             depends_on=[DIFFERENTIABLE, [], []],
             takes_none=True,
             keeps=lambda needs_input_grad, args: needs_input_grad[:3],

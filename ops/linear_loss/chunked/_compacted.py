@@ -135,7 +135,8 @@ class CompactedTokens:
         """Compact tokens `[...]` by the mask of those that count; a segment of None is all of them."""
         shape, mask = tuple(mask.shape), mask.reshape(-1)
         if on_host:
-            return cls(shape, mask.nonzero().squeeze(-1))
+            index = mask.nonzero().squeeze(-1)
+            return cls(shape, None if index.shape == mask.shape else index)
         most = max(mask.shape[0], 1)  # no tokens are one segment of none that counts
         segment = most if segment is None else min(segment, most)
         index, counts = ordered(mask, torch.int64, segment)

@@ -51,7 +51,8 @@ class ClassLogprobs:
             return z.gather(1, columns.clamp(min=0).long()) if V > 0 else z.new_zeros(columns.shape)
 
         first = transform if call.shard is None else None  # what other ranks have comes before the transform
-        classes = Classes.located(ids, numbering, V, logits, first).of_ranks(call.shard, transform)
+        classes = Classes.located(ids, numbering, V, logits, first)
+        classes = classes if call.shard is None else classes.of_ranks(call.shard, transform)
         m, s = merged_sums_cpu(*call.own_shard.gather(rank).unbind(1))
         logprobs = (classes.y - m.unsqueeze(-1)) - s.log().unsqueeze(-1)
         return cls(z, transform, classes, torch.stack((m, s)), logprobs.masked_fill(~classes.counts, 0.0))

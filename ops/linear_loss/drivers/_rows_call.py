@@ -67,7 +67,7 @@ class RowsCall(LinearCall):
         Its size is a function of sizes alone, so that fakes have the same. It is never empty, because PyTorch traces
         tensors without elements apart.
         """
-        rows = kept_rows(math.prod(self.tokens), self.own_shard.mean_classes, self.kept_element) if keep else 0
+        rows = kept_rows(math.prod(self.tokens), self.mean_classes, self.kept_element) if keep else 0
         dtype = torch.float32 if self.kept_element == 4 else self.input.dtype
         elements = rows * self.kept_columns + PADDING_ELEMENTS
         return torch.empty((elements,), dtype=dtype, device=self.input.device)

@@ -4,7 +4,6 @@ The math is in `fused_linear_ce.py`. Where each rank of a group has some of the 
 their exponentials, as in `vocab_parallel_linear_ce.py`; all else is the same.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +27,7 @@ from llmk.ops.linear_loss.head import DIFFERENTIABLE, check_linear
 from llmk.ops.linear_loss.kernels import Implementation
 from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.engine import RowParts, first_pass, in_forward, second_pass
-from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, Statistics
+from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, log_total_of
 from llmk.ops.loss.cross_entropy_options import check_loss_options
 from llmk.registry import (
     PARTIAL,
@@ -37,7 +36,6 @@ from llmk.registry import (
     check_dtype,
     check_same,
     check_shape,
-    empty,
     replicate_only,
     row_axes,
 )
@@ -61,10 +59,6 @@ class CrossEntropyCall(RowsCall):
 
     def mask(self) -> Tensor:
         return self.target.long() != self.ignore_index  # int32 would wrap an index that it does not hold
-
-    @property
-    def counted_labels(self) -> tuple[Tensor, int]:
-        return self.target, self.ignore_index
 
     @property
     def transform(self) -> Transform:
@@ -95,44 +89,38 @@ class CrossEntropyCall(RowsCall):
 
 
 class CrossEntropy:
-    """The cross entropy of rows as a function of what they give, and its derivative.
+    """The cross entropy of rows as a function of what they give, and its derivative."""
 
-    Attributes:
-        loss_grads: The gradients of the rows' losses, `[N]`, or one for all `[]`; None for 1.
-    """
-
-    def __init__(self, call: CrossEntropyCall, loss_grads: Tensor | None = None) -> None:
-        self.call, self.loss_grads = call, loss_grads
+    def __init__(self, call: CrossEntropyCall) -> None:
+        self.call = call
+        self.weights = None if call.weight is None else self._class_weights(call.weight)  # [N]; None for 1
 
     @cached_property
     def mask(self) -> Tensor:
         """The mask of the rows that count, `[N]`."""
         return self.call.mask().reshape(-1)
 
-    @cached_property
-    def weights(self) -> Tensor | None:
-        """The weights of the rows' classes, `[N]`, 0 where a row does not count; None for 1."""
-        call = self.call
-        if call.weight is None:
-            return None
-        target = call.target.reshape(-1).long()
-        valid = self.mask & (target >= 0) & (target < call.num_classes)
-        return torch.where(valid, call.weight[torch.where(valid, target, 0)].float(), 0.0)
+    def _class_weights(self, weight: Tensor) -> Tensor:
+        """Return the weights of the rows' classes, `[N]`, 0 where a row does not count."""
+        target = self.call.target.reshape(-1).long()
+        valid = self.mask & (target >= 0) & (target < self.call.num_classes)
+        return torch.where(valid, weight[torch.where(valid, target, 0)].float(), 0.0)
 
     def total(self, compacted: CompactedTokens, token_weights: Tensor | None) -> Tensor:
         """Return the denominator of a mean, `[]`: the sum of the weights, or the number of rows that count."""
-        weights = [each for each in (self.weights, token_weights) if each is not None]
-        if not weights:
-            # of one segment
-            return self.mask.float().sum() if compacted.count is None else compacted.count.counts.view(()).float()
-        return math.prod(weights[1:], start=weights[0]).sum()
+        if self.weights is not None:
+            return (self.weights if token_weights is None else self.weights * token_weights).sum()
+        if token_weights is None:
+            counts = None if compacted.count is None else compacted.count.counts  # of one segment
+            return self.call.mask().float().sum() if counts is None else counts.view(()).float()
+        return token_weights.sum()
 
     def losses(self, rows: slice, results: RowResults | RowParts) -> Tensor:
         """Return the loss of each of some rows, `[M]`: 0 of a row that does not count, whose results are."""
         smoothing, z_loss = self.call.label_smoothing, self.call.z_loss
         logprobs = results.logprobs.squeeze(-1)
-        # no -0 of a row that does not count
-        loss = 0.0 - (logprobs if self.weights is None else self.weights[rows] * logprobs)
+        # 0 less it: no -0 of a row that does not count
+        loss = torch.rsub(logprobs if self.weights is None else self.weights[rows] * logprobs, 0.0)
         if smoothing:
             smooth = self._all_weights() * results.logsumexp - results.weighted
             smooth = torch.where(self.mask[rows], smooth, 0.0)  # a weight may be infinite
@@ -146,30 +134,29 @@ class CrossEntropy:
         weight = self.call.weight
         return float(self.call.num_classes) if weight is None else weight.sum(dtype=torch.float32)
 
-    def gradients(self, rows: slice, results: RowResults | Statistics) -> RowGradients:
-        """Return the gradients of the results of some rows; those of a row that does not count are not looked at."""
+    def differentiate(self, loss_grads: Tensor | None) -> None:
+        """Take the gradients of the rows' losses, `[N]`, or one for all `[]`; None for 1."""
+        if loss_grads is None:
+            loss_grads = torch.ones((), dtype=torch.float32, device=self.call.input.device)
+        self.row_grads = loss_grads.expand(self.call.tokens.numel())  # [N]
+        grads = self.row_grads * (self.call.label_smoothing - 1)
+        self.logprob_grads = (grads if self.weights is None else grads * self.weights).unsqueeze(1)  # [N, 1]
+
+    def gradients(self, rows: slice, results: RowResults | Tensor) -> RowGradients:
+        """Return the gradients of the results of some rows, given these, or the rows' statistics.
+
+        Those of a row that does not count are not looked at.
+        """
         smoothing, z_loss = self.call.label_smoothing, self.call.z_loss
-        grad, weighted, logsumexp = self._row_grads[rows], None, None
+        grad, weighted, logsumexp = self.row_grads[rows], None, None
         if z_loss:
-            logsumexp = 2 * z_loss * results.logsumexp * grad
+            of_rows = results.logsumexp if isinstance(results, RowResults) else results[0] + log_total_of(results)
+            logsumexp = 2 * z_loss * of_rows * grad
         if smoothing:
             smooth = torch.where(self.mask[rows], grad * (smoothing / self.call.num_classes), 0.0)
             of_all = smooth * self._all_weights()
             weighted, logsumexp = -smooth, of_all if logsumexp is None else logsumexp + of_all
-        return RowGradients(self._logprob_grads[rows], None, logsumexp, weighted)
-
-    @cached_property
-    def _row_grads(self) -> Tensor:
-        """The gradients of the rows' losses, `[N]`."""
-        device = self.call.input.device
-        grads = torch.ones((), dtype=torch.float32, device=device) if self.loss_grads is None else self.loss_grads
-        return grads.expand(self.call.tokens.numel())
-
-    @cached_property
-    def _logprob_grads(self) -> Tensor:
-        """The gradients of the rows' log-probabilities, `[N, 1]`."""
-        grads = self._row_grads * (self.call.label_smoothing - 1)
-        return (grads if self.weights is None else grads * self.weights).unsqueeze(1)
+        return RowGradients(self.logprob_grads[rows], None, logsumexp, weighted)
 
 
 def _forward(
@@ -185,19 +172,23 @@ def _forward(
     check_classes(impl, call.target, call)
     losses, weights = CrossEntropy(call), call.token_weights()
     total = None if reduction == "none" else losses.total(compacted, weights)
-    # The gradient of each token's loss, or one for all; the denominator of a mean is known before the logits. Where
-    # weights make it 0 the tokens that count get gradients that are not finite, like the loss.
-    losses.loss_grads = weights
-    if reduction == "mean" and total is not None:
-        losses.loss_grads = total.reciprocal() if weights is None else weights / total
     rows, need = call.softmax_rows(impl, compacted, moments=call.with_metrics), (need_dx, need_dw, need_db)
     gradients = gradients_of(rows, need, call.saved_dtypes)
-    parts = in_forward(rows, losses, gradients) if any(need) else first_pass(rows)
+    if any(need):
+        # The gradient of each token's loss, or one for all; the denominator of a mean is known before the logits. Where
+        # weights make it 0 the tokens that count get gradients that are not finite, like the loss.
+        loss_grads = weights
+        if reduction == "mean" and total is not None:
+            loss_grads = total.reciprocal() if weights is None else weights / total
+        losses.differentiate(loss_grads)
+        parts = in_forward(rows, losses, gradients)
+    else:
+        parts = first_pass(rows)
     loss = losses.losses(slice(None), parts)
     if weights is not None:
         loss = loss * weights
     # Each output has memory of its own, also where it has none.
-    entropy, correct, stats, denominator = (empty((0,), torch.float32, loss.device) for _ in range(4))
+    entropy, correct, stats, denominator = [loss.new_empty((0,)) for _ in range(4)]
     if call.with_metrics:
         correct = (parts.is_largest & losses.mask).float()
         entropy, correct = _metrics(full_call, compacted, parts.entropy, correct, reduction)
@@ -230,8 +221,8 @@ def _backward(
     """Compute the gradients of the inputs from those of each token's loss; the logits are recomputed."""
     compacted, call = full_call.compacted(impl)
     grad, stats = compacted.gather(grad), compacted.gather_statistics(stats)
-    weights, need = call.token_weights(), (need_dx, need_dw, need_db)
-    losses = CrossEntropy(call, grad if weights is None else grad * weights)
+    losses, weights, need = CrossEntropy(call), call.token_weights(), (need_dx, need_dw, need_db)
+    losses.differentiate(grad if weights is None else grad * weights)
     rows = call.softmax_rows(impl, compacted)
 
     gradients = gradients_of(rows, need, call.recomputed_dtypes)
@@ -299,6 +290,7 @@ class CrossEntropyOps:
             fake=_fake_forward,
             products=_products,
         )
+        self.target, self.ignore_index = map(self.forward.names.index, ("target", "ignore_index"))
         self.backward = recomputing_op(f"_{name}_bwd", CrossEntropyCall, _backward)
         self.scale = scale_op(f"_{name}_scale")
         self.forward.op.register_sharding(_forward_sharding if splits_tokens else replicate_only)
@@ -308,26 +300,24 @@ class CrossEntropyOps:
             setup_context=self._save,
             depends_on=[DIFFERENTIABLE, [], []],
             takes_none=True,
-            keeps=lambda needs_input_grad, args: (
-                (False, False, False) if self._recomputes(args) else needs_input_grad[:3]
-            ),
+            keeps=self._keeps,
         )
 
     @property
     def kernel_ops(self) -> tuple[KernelOp, ...]:
         return self.forward.op, self.backward.op, self.scale
 
-    def _recomputes(self, args: Sequence[Any]) -> bool:
-        """Return True if the backward pass recomputes the logits: each token has an incoming gradient of its own."""
-        return args[self.forward.fields] == "none"
+    def _keeps(self, needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[bool]:
+        """Return which gradients are made; none where each token has an incoming one of its own."""
+        return (False, False, False) if args[self.forward.fields] == "none" else needs_input_grad[:3]
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, _, _, stats, _, *gradients = output
-        ctx.recomputes = self._recomputes(inputs)
+        ctx.recomputes = inputs[self.forward.fields] == "none"
         if ctx.recomputes:
-            self.forward.save_call(ctx, inputs, stats)
+            self.forward.save_call(ctx, inputs, output[3])
         else:  # the caller divides a total, whose gradient is that of a sum
-            self.forward.save_gradients(ctx, inputs, *gradients)
+            counted = inputs[self.target], inputs[self.ignore_index]
+            self.forward.save_gradients(ctx, inputs, output, counted)
 
     def _differentiate(self, ctx: Any, grad: Tensor, *_: None) -> Any:
         if ctx.recomputes:
@@ -342,17 +332,14 @@ class CrossEntropyOps:
         if reduction == "mean" and is_sharded and self.splits_tokens:
             total, _, _, _, denominator, *_ = self.forward(call, "total")
             return (mean_of_all(total, denominator.detach(), call.weight is not None or call.row_weight is not None),)
-        return tuple(as_given(result) for result in self._results(call, reduction))
+        return tuple(map(as_given, self.forward(call, reduction)[: 3 if with_metrics else 1]))
 
     def of_shard(self, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the same where they say who has which classes; without a group this rank has all of them."""
         check_linear(*(arguments[name] for name in DIFFERENTIABLE))
         fields, own = with_shard(arguments), arguments["linear_weight"].shape[0]
         fields["shard"] = fields["shard"] or VocabShard(0, own, group_name="", dx_group_name="")
-        return self._results(_checked_call(fields), arguments["reduction"])
-
-    def _results(self, call: CrossEntropyCall, reduction: str) -> tuple[Tensor, ...]:
-        return self.forward(call, reduction)[: 3 if call.with_metrics else 1]
+        return self.forward(_checked_call(fields), arguments["reduction"])[:1]
 
 
 def _checked_call(arguments: Mapping[str, Any]) -> CrossEntropyCall:

@@ -161,6 +161,10 @@ class OneTeacherCall(DistillationCall):
     teacher_softcap: float
 
     @property
+    def token_tensors(self) -> tuple[str, ...]:
+        return "input", "teacher_input", "labels", "row_weight"
+
+    @property
     def teachers(self) -> list[Teacher]:
         layer = self.teacher_input, self.teacher_linear_weight, self.teacher_linear_bias
         return [Teacher(*layer, self.temperature, self.teacher_softcap)]
@@ -168,7 +172,3 @@ class OneTeacherCall(DistillationCall):
     @property
     def term_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return ((), ()) if self.ce_weight > 0 else ((0,), (0,))
-
-    @property
-    def token_tensors(self) -> tuple[str, ...]:
-        return "input", "teacher_input", "labels", "row_weight"

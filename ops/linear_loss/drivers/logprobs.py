@@ -12,6 +12,7 @@ batch.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -31,7 +32,7 @@ from llmk.ops.linear_loss.kernels import MAX_K, Candidates, Implementation
 from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows, first_pass, in_forward, second_pass
 from llmk.ops.linear_loss.rows.logits import LogitRows
-from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, Statistics
+from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, statistics
 from llmk.ops.linear_loss.rows.support import MOST_SUPPORT, check_support_ids
 from llmk.registry import (
     PARTIAL,
@@ -67,6 +68,10 @@ class LogprobsCall(SoftmaxCall):
     target: Tensor  # [...] or [..., K]
     support: Tensor | None = None  # [..., L]: the classes over which the softmax is, padded with negative ids
 
+    @property
+    def token_tensors(self) -> tuple[str, ...]:
+        return "input", "target", "support"
+
     @classmethod
     def checked(cls, arguments: Mapping[str, Any]) -> Self:
         call = super().checked(arguments)
@@ -92,10 +97,6 @@ class LogprobsCall(SoftmaxCall):
     def mask(self) -> Tensor:
         mask = self.target.long() != self.ignore_index  # int32 would wrap an index that it does not hold
         return mask.any(-1) if self.target.dim() == self.input.dim() else mask
-
-    @property
-    def token_tensors(self) -> tuple[str, ...]:
-        return "input", "target", "support"
 
     def logprob_rows(
         self, impl: Implementation, compacted: CompactedTokens, chosen: Plan | None = None, *, moments: bool = True,
@@ -333,14 +334,13 @@ def _topk_backward(
     call, tokens = topk_call.given(indices), CompactedTokens(tuple(topk_call.tokens))
     rows = call.softmax_rows(impl, tokens, leaves_out_own=False, logits=topk_call.kept_matrix(kept))
     (m, total), nothing = stats.view(TOPK_STATISTICS, -1).unbind(), stats.new_zeros(indices.shape[:-1].numel())
-    of_rows = Statistics.of(m, total, nothing, nothing)
     grads = RowGradients(
         None if grad is None else grad.reshape(-1, topk_call.k),
         None,
         None if logsumexp_grad is None else logsumexp_grad.reshape(-1),
     )
     gradients = gradients_of(rows, (need_dx, need_dw, need_db), call.recomputed_dtypes)
-    second_pass(rows, of_rows.values, lambda block, _: grads.of(block), gradients)
+    second_pass(rows, statistics(m, total, nothing, nothing), lambda block, _: grads.of(block), gradients)
     return gradients.results(call.input.shape)
 
 
@@ -375,12 +375,12 @@ class GroupsCall(LogprobsCall):
         """
         call = super().checked(with_shard(arguments))
         own, found = LogprobsCall.token_tensors.fget(call), call.token_tensors  # type: ignore[attr-defined]
-        if not set(own) <= set(found) or (not call.tokens_are_groups and set(found) != set(own)):
+        if not set(own) <= set(found) or (set(found) != set(own) and not call.tokens_are_groups):
             expected = f"{own}, and more only where a group is one token"
             raise TypeError(f"{cls.__name__}.token_tensors: expected {expected}, got {found}")
         return call
 
-    @property
+    @cached_property
     def group(self) -> tuple[int, ...]:
         """The shape of a group of tokens, () for a single token."""
         raise NotImplementedError
@@ -396,12 +396,12 @@ class GroupsCall(LogprobsCall):
         """Reshape a value of each token to `[groups, *group]`."""
         return values.reshape(self.tokens[: len(self.tokens) - len(self.group)].numel(), *self.group)
 
-    @property
+    @cached_property
     def group_rows(self) -> int:
         """The number of tokens of a group."""
         return math.prod(self.group)
 
-    @property
+    @cached_property
     def tokens_are_groups(self) -> bool:
         return len(self.group) == 0
 
@@ -426,24 +426,29 @@ class GroupsCall(LogprobsCall):
             holds_groups = group <= self.plan(impl).chunk_rows
         else:
             within = not self.chunk_size or group <= self.chunk_size
-            holds_groups = within and fits(group, self.own_shard.mean_classes, self.input.dtype.itemsize)
+            holds_groups = within and fits(group, self.mean_classes, self.input.dtype.itemsize)
         return self.plan(impl, group=group) if holds_groups else None
 
 
-@dataclass(frozen=True)
 class GroupObjective:
-    """The loss of the groups of a call as a function of rows, in the order that its tokens have there."""
+    """The loss of the groups of a call as a function of rows, in the order that its tokens have there.
 
-    call: GroupsCall
-    compacted: CompactedTokens
+    It has its value where one chunk holds all groups in the order of the tokens.
+    """
+
+    def __init__(self, call: GroupsCall, compacted: CompactedTokens) -> None:
+        self.call, self.compacted = call, compacted
+        self.value: Tensor | None = None
 
     def gradients(self, rows: slice, results: RowResults) -> RowGradients:
         """Return the gradients of the log-probabilities and entropies of the rows of whole groups."""
         tokens, group = self.compacted.part(rows), max(self.call.group_rows, 1)
         loss = self.call.loss(slice(rows.start // group, rows.stop // group))
-        given = (tokens.scatter(each).view(-1, *self.call.group) for each in (results.logprobs, results.entropy))
-        _, grads = gradient_of(loss, *given)
-        grad, entropy_grad = (None if g is None else tokens.gather(g.reshape(tokens.shape)) for g in grads)
+        given = [tokens.scatter(each).view(-1, *self.call.group) for each in (results.logprobs, results.entropy)]
+        value, grads = gradient_of(loss, *given)
+        if rows == slice(0, self.call.tokens.numel()):
+            self.value = value
+        grad, entropy_grad = [None if g is None else tokens.gather(g.reshape(tokens.shape)) for g in grads]
         return RowGradients(None if grad is None else grad.unsqueeze(-1), entropy_grad)
 
 
@@ -456,15 +461,18 @@ def _grouped(
     compacted, call = full_call.compacted(impl, segment)
     rows = call.logprob_rows(impl, compacted, plan)
     needed = any(need) and rows.x.shape[0] > 0
-    gradients, kept = gradients_of(rows, need, call.saved_dtypes), None
+    gradients, kept, loss = gradients_of(rows, need, call.saved_dtypes), None, None
     if needed and plan is not None:
-        of_tokens = full_call.tokens_are_groups
+        of_tokens = full_call.tokens_are_groups and compacted.index is not None
         objective = GroupObjective(call if of_tokens else full_call, _in_order(call) if of_tokens else compacted)
         parts = in_forward(rows, objective, gradients)
+        loss = None if of_tokens else objective.value
     else:
         kept = call.kept_matrix(call.kept_buffer(needed and call.keeps_exponentials))
         parts = first_pass(rows, kept)
     logprobs, entropy = map(compacted.scatter_output, (parts.logprobs.squeeze(-1), parts.entropy))
+    if loss is not None:
+        return loss, logprobs, entropy, *gradients.results(full_call.input.shape)
     value, given = full_call.loss(slice(None)), [full_call.grouped(each) for each in (logprobs, entropy)]
     if not needed or plan is not None:
         return value(*given), logprobs, entropy, *gradients.results(full_call.input.shape)

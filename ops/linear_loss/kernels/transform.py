@@ -30,6 +30,7 @@ class Transform(NamedTuple):
     def __call__(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return y and dy / dz of float32 logits, None where that is `factor`."""
         if not self.softcap:
-            return (z if self.factor == 1.0 else z * self.factor), None
+            factor = self.inner * self.outer
+            return (z if factor == 1.0 else z * factor), None
         u = z * self.inner
         return cap_cpu(u, self.softcap) * self.outer, cap_slope_cpu(u, self.softcap) * (self.inner * self.outer)

@@ -11,7 +11,7 @@ Reference implementation: `trl.trainer.dpo_trainer`, https://github.com/huggingf
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -250,24 +250,17 @@ class PreferenceTerms(FromArguments):
     f_divergence_type: str
     f_divergence_coef: float
 
-    def of_groups(self, groups: slice) -> "PreferenceTerms":
-        """Return the terms of some groups."""
-        given = {name: getattr(self, name) for name in ("ref_logps", "token_weight", "nll_weight")}
-        parts = {name: None if each is None else each[groups] for name, each in given.items()}
-        weight = None if self.group_weight is None else self.group_weight[..., groups]
-        return replace(self, group_weight=weight, **parts)
-
-    def loss(self, logprobs: Tensor, counts: Tensor) -> Tensor:
-        """Sum the loss over groups and tokens, given log-probabilities `[G, M, S]` and the mask of those that count."""
+    def loss(self, logprobs: Tensor, counts: Tensor, groups: slice = slice(None)) -> Tensor:
+        """Sum the loss over some groups, given log-probabilities `[G, M, S]` and the mask of those that count."""
         names, dtype = self.loss_type.split("+"), logprobs.dtype
 
         def weighted(weight: Tensor | None) -> Tensor:
-            mask = counts.to(dtype) if weight is None else torch.where(counts, weight.to(dtype), 0.0)
+            mask = counts.to(dtype) if weight is None else torch.where(counts, weight[groups].to(dtype), 0.0)
             return mask * logprobs
 
         logratios = weighted(self.token_weight).sum(-1)
         if self.ref_logps is not None:
-            logratios = logratios - self.ref_logps.to(dtype)
+            logratios = logratios - self.ref_logps[groups].to(dtype)
         rewards = F_DIVERGENCES[self.f_divergence_type](logratios, self.f_divergence_coef)
         means = rewards / counts.sum(-1).clamp(min=1).to(dtype)
         terms = []
@@ -275,7 +268,7 @@ class PreferenceTerms(FromArguments):
             loss = LOSSES[name]
             values = loss.value(self.options, *(means if loss.length_normalized else rewards).unbind(-1))
             if self.group_weight is not None:
-                values = self.group_weight.reshape(len(names), -1)[i].to(dtype) * values
+                values = self.group_weight.reshape(len(names), -1)[i, groups].to(dtype) * values
             terms.append(values.sum())
         if self.nll_weight is not None:
             terms.append(-weighted(self.nll_weight).sum())

@@ -1,7 +1,6 @@
 """The classes of rows whose log-probabilities are asked for: where this rank has them, and what their logits are."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,8 +18,7 @@ class Numbering(NamedTuple):
     num_classes: int  # of all ranks
 
 
-@dataclass(frozen=True)
-class Classes:
+class Classes(NamedTuple):
     """The classes of a chunk's rows whose probabilities are asked for, and the one that is left out of its sums.
 
     Before `of_ranks` y has logits without their transform, -inf of a class that another rank has.
@@ -60,32 +58,23 @@ class Classes:
         y = y.masked_fill(~here, float("-inf")).masked_fill(~valid, float("nan")).masked_fill(~counts, 0.0)
         return cls(ids, columns, counts, y, slopes)
 
-    def of_ranks(self, shard: VocabShard | None, transform: Transform) -> "Classes":
+    def of_ranks(self, shard: VocabShard, transform: Transform) -> "Classes":
         """Return the same with what the ranks that have the classes know of them."""
-        if shard is None:
-            return self
-        # Each class is on one rank, or on none: it has no probability there.
-        z = largest_over_ranks(shard, self.y)
+        z = shard.gather(self.y).amax(0)  # each class is on one rank, or on none: it has no probability there
         y, slopes = transform(z)
         y = y.masked_fill(z == float("-inf"), float("-inf")).masked_fill(y == float("inf"), float("nan"))
-        return replace(self, y=y, slopes=slopes)
+        return self._replace(y=y, slopes=slopes)
 
     def chosen(self, with_tail: bool) -> "Classes":
         """Return the same with the row's own class: the one with the largest logit of those that count."""
-        best = distinct = None
+        best = None
         if self.counts.shape[1] > 1:
             best = self.y.masked_fill(~self.counts, float("-inf")).argmax(-1, keepdim=True)
-        if with_tail:
-            distinct = _distinct(self.ids, self.counts)
-        return replace(self, best=best, distinct=distinct)
+        return self._replace(best=best, distinct=_distinct(self.ids, self.counts) if with_tail else None)
 
     def own(self, values: Tensor) -> Tensor:
         """Return the values `[M]` of the rows' own classes, of those of all `[M, K]`."""
         return values.squeeze(1) if self.best is None else values.gather(1, self.best).squeeze(1)
-
-
-def largest_over_ranks(shard: VocabShard | None, values: Tensor) -> Tensor:
-    return values if shard is None else shard.gather(values).amax(0)
 
 
 def _distinct(ids: Tensor, counts: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ range holds no exponentials, for several classes of a row, over supports, and fo
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +39,6 @@ from llmk.ops.linear_loss.rows.softmax import (
     Coefficients,
     RowGradients,
     RowResults,
-    Statistics,
     coefficients,
     row_results,
 )
@@ -54,55 +53,47 @@ class Objective(Protocol):
         ...
 
 
-@dataclass
 class SoftmaxRows:
     """The rows of a loss over a vocabulary, in chunks.
 
-    Attributes:
+    Args:
         compacted: Which tokens the rows are.
         projection: The linear layer, its transform, and the class weights of `RowResults.weighted`.
         classes: `[N, K]`, int32 or int64.
         ignore_index: A class that does not count.
+        plan: The chunks.
         moments: The entropy is asked for.
         leaves_out_own: A row's class is left out of its sums; else they are of all classes.
         with_tail: The log-probability of all classes that are not a row's, together, is asked for.
-        support: Classes over which each row's softmax is.
+        support: Classes over which each row's softmax is, `[N, L]`.
         logits: `[N, V]`, float32, transformed without a cap: those of a first pass, if it kept them.
     """
 
-    compacted: CompactedTokens
-    projection: Projection
-    classes: Tensor
-    ignore_index: int
-    plan: Plan
-    moments: bool = False
-    leaves_out_own: bool = True
-    with_tail: bool = False
-    support: Tensor | None = None  # ids, [N, L]
-    logits: Tensor | None = None
-    numbering: Numbering = field(init=False)
-    _support: Support | None = field(init=False, default=None)
-    _all: tuple[Chunk, Classes] | None = field(init=False, default=None)
-    _whole_counts: dict[int, Tensor] = field(init=False, default_factory=dict)
-    _ends: Tensor | None = field(init=False, default=None)
+    def __init__(
+        self, compacted: CompactedTokens, projection: Projection, classes: Tensor, ignore_index: int, plan: Plan, *,
+        moments: bool = False, leaves_out_own: bool = True, with_tail: bool = False, support: Tensor | None = None,
+        logits: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.compacted, self.projection, self.classes, self.plan = compacted, projection, classes.contiguous(), plan
+        self.moments, self.leaves_out_own, self.with_tail, self.logits = moments, leaves_out_own, with_tail, logits
+        self.x, self.weights, self.shard = projection.x, projection.weights, projection.shard
+        self.transform = self.weights.transform
+        shard = (0, projection.V) if self.shard is None else self.shard[:2]
+        self.numbering, self._support = Numbering(ignore_index, *shard), None
+        if support is not None:
+            self._support = Support(support, self.classes.long(), projection, *shard)
+        # Each row has one class, which is left out of its sums, and a softmax over all.
+        self.has_one_class = classes.shape[1] == 1 and not with_tail and leaves_out_own and support is None
+        # The exponentials of the sums may be the gradient, times a factor for each row.
+        self.stores_exponentials = self.has_one_class and projection.keeps_exponentials
+        self._all: tuple[Chunk, Classes] | None = None
+        self._whole_counts: dict[int, Tensor] = {}
+        self._ends: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.x, self.weights, self.shard = self.projection.x, self.projection.weights, self.projection.shard
-        self.classes, own = self.classes.contiguous(), self.projection.V
-        first, of_all = (0, own) if self.shard is None else (self.shard.first_class, self.shard.num_classes)
-        self.numbering = Numbering(self.ignore_index, first, of_all)
-        if self.support is not None:
-            self._support = Support(self.support, self.classes.long(), self.projection, first, of_all)
-
-    @property
-    def transform(self) -> Transform:
-        return self.weights.transform
-
-    def chunks(self) -> Iterator[slice]:
-        """Yield the rows of each chunk."""
-        N = self.x.shape[0]
-        for start in range(0, N, self.plan.chunk_rows):
-            yield slice(start, min(start + self.plan.chunk_rows, N))
+    def chunks(self) -> list[slice]:
+        """Return the rows of each chunk."""
+        N, step = self.x.shape[0], self.plan.chunk_rows
+        return [slice(start, min(start + step, N)) for start in range(0, N, step)]
 
     def row_matrix(self) -> Tensor:
         """Return an uninitialized P for the rows of a chunk."""
@@ -116,14 +107,10 @@ class SoftmaxRows:
         everything = slice(0, self.x.shape[0])
         if self._all is None:  # the logits of all rows' classes at once
             self._all = self._prepared(everything)
-        return self._all if rows == everything else tuple(self._cut(each, rows) for each in self._all)
-
-    def _cut(self, whole: Any, rows: slice) -> Any:
-        """Return those of some rows of what is of all."""
-        tensors = {name: value[rows] for name, value in vars(whole).items() if isinstance(value, Tensor)}
-        if isinstance(whole, Chunk):
-            tensors |= {"rows": rows, "count": self._count(rows)}
-        return replace(whole, **tensors)
+        if rows == everything:
+            return self._all
+        chunk, classes = (_cut(each, rows) for each in self._all)
+        return chunk._replace(rows=rows, end=self._count(rows)), classes
 
     def _count(self, rows: slice) -> Tensor:
         """Return the number of a chunk's rows that count, as far as the device knows it, int32 `[1]`."""
@@ -138,7 +125,9 @@ class SoftmaxRows:
         return self._ends[i : i + 1]  # not needed of all rows together
 
     def _prepared(self, rows: slice) -> tuple[Chunk, Classes]:
-        classes = self._located(rows).chosen(self.with_tail)
+        classes = self._located(rows)
+        if self.with_tail or self.classes.shape[1] > 1:
+            classes = classes.chosen(self.with_tail)
         mask = classes.counts.squeeze(1) if classes.best is None else classes.counts.any(-1)
         own, y_own = classes.own(classes.columns), classes.own(classes.y)
         if not self.leaves_out_own:
@@ -163,16 +152,16 @@ class SoftmaxRows:
         ids = self.classes[rows]
         if self.logits is None:
             classes = self.projection.classes(rows, ids, self.numbering, raw=is_raw, left_out=self.has_one_class)
-            return classes.of_ranks(self.shard, self.transform)
+            return classes if self.shard is None else classes.of_ranks(self.shard, self.transform)
         y, V, as_they_are = self.logits[rows], self.projection.V, Transform()
 
         def logits(columns: Tensor) -> Tensor:
             return y.gather(1, columns.clamp(min=0).long()) if V > 0 else torch.zeros_like(columns, dtype=y.dtype)
 
         classes = Classes.located(ids, self.numbering, V, logits, None if is_raw else as_they_are)
-        return classes.of_ranks(self.shard, as_they_are)
+        return classes if self.shard is None else classes.of_ranks(self.shard, as_they_are)
 
-    def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Statistics, RowResults, Tensor]:
+    def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Tensor, RowResults, Tensor]:
         """Return a chunk's statistics, its results, and if the own class is the largest; write exponentials to P."""
         stats, weighted, is_largest, own_results = self.projection.statistics(chunk, p, self.moments)
         if own_results is not None and self.has_one_class:
@@ -183,26 +172,15 @@ class SoftmaxRows:
             stats, results = self._support.results(chunk.rows, classes, stats, results)
         return stats, results, is_largest
 
-    @property
-    def has_one_class(self) -> bool:
-        """True if each row has one class, which is left out of its sums, and a softmax over all."""
-        is_one = self.classes.shape[1] == 1 and not self.with_tail
-        return is_one and self.leaves_out_own and self.support is None
-
-    @property
-    def stores_exponentials(self) -> bool:
-        """True if the exponentials of the sums may be the gradient, times a factor for each row."""
-        return self.has_one_class and self.projection.keeps_exponentials
-
     def exponentials_serve(self, grads: RowGradients) -> bool:
         """Return True if exponentials that are stored give the gradient, as they are or after one pass over them."""
-        serves = grads.is_scaled_exponentials or not self.transform.softcap  # a cap's slope is in them
+        serves = not self.transform.softcap or grads.is_scaled_exponentials  # a cap's slope is in them
         if grads.entropy is not None:  # a + b log E may be near 0: there what E was rounded by is no small part of it
             serves = serves and self.projection.p_dtype == torch.float32
         return self.stores_exponentials and grads.tail is None and serves
 
     def matrix_of(
-        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, p: Tensor, e: Tensor | None
+        self, chunk: Chunk, classes: Classes, stats: Tensor, grads: RowGradients, p: Tensor, e: Tensor | None
     ) -> RowMatrix:  # fmt: skip
         """Return what the products of the gradients read, made in p.
 
@@ -211,7 +189,7 @@ class SoftmaxRows:
         if e is not None and grads.is_scaled_exponentials:
             return self.projection.exponentials(chunk, stats, grads, e)
         if self.has_one_class and isinstance(self.projection, KernelProjection):
-            size = None if p.dtype != torch.float16 else self._power_of_two(grads.masked(classes.counts), stats.rest)
+            size = None if p.dtype != torch.float16 else self._power_of_two(grads.masked(classes.counts), stats[1])
             return self.projection.made(chunk, stats, grads, size, p, e)
         grads = grads.masked(classes.counts)
         is_own = torch.zeros_like(classes.counts)
@@ -222,7 +200,7 @@ class SoftmaxRows:
         return self._made_matrix(chunk, classes, stats, grads, row, p, e)
 
     def _made_matrix(
-        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, row: Coefficients, p: Tensor,
+        self, chunk: Chunk, classes: Classes, stats: Tensor, grads: RowGradients, row: Coefficients, p: Tensor,
         e: Tensor | None,
     ) -> RowMatrix:  # fmt: skip
         """Make the gradient of a chunk's logits; float16 takes a power of two out of each row."""
@@ -237,7 +215,7 @@ class SoftmaxRows:
         elif e is None:
             self.projection.gradients(chunk, reference, a, b, u, p)
         else:
-            self.projection.from_exponentials(chunk, e, stats.scale, (a, b, u), p)
+            self.projection.from_exponentials(chunk, e, stats[4], (a, b, u), p)
         row_factor = (size * factor).masked_fill(~classes.counts.any(-1), 0.0)
         columns, stored = classes.columns, entries / (size * factor).unsqueeze(-1)
         own_entry, own_stored = classes.own(entries), classes.own(stored)
@@ -269,8 +247,14 @@ class SoftmaxRows:
         return torch.ldexp(torch.ones_like(bound), exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT))
 
 
-def _joined(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
+def _cut(whole: Any, rows: slice) -> Any:
+    """Return those of some rows of what is of all."""
+    return type(whole)(*[value[rows] if isinstance(value, Tensor) else value for value in whole])
+
+
+def _joined(parts: Iterable[Tensor], axis: int = 0) -> Tensor:
+    first, *others = parts
+    return torch.cat([first, *others], axis) if others else first
 
 
 class RowParts:
@@ -279,24 +263,12 @@ class RowParts:
     Those of one chunk are as the chunk has them, and may share memory.
     """
 
-    def __init__(self, rows: SoftmaxRows) -> None:
-        self._stats: list[Tensor] = []
-        self._results: list[RowResults] = []
-        self._largest: list[Tensor] = []
-        if rows.x.shape[0] == 0:
+    def __init__(self, rows: SoftmaxRows, parts: list[tuple[Tensor, RowResults, Tensor]]) -> None:
+        if not parts:
             row = torch.zeros((0,), dtype=torch.float32, device=rows.x.device)
-            results = RowResults(
-                row.expand(rows.classes.shape[1], 0).t(), row, row, row, row if rows.with_tail else None
-            )
-            self.add(Statistics(row.new_zeros((STATISTICS + rows.with_tail, 0))), results, row.bool())
-
-    def add(self, stats: Statistics, results: RowResults, largest: Tensor) -> None:
-        self._stats.append(stats.values)
-        self._results.append(results)
-        self._largest.append(largest)
-
-    def _whole(self, name: str) -> Tensor:
-        return _joined([getattr(each, name) for each in self._results])
+            logprobs, stats = row.new_zeros((0, rows.classes.shape[1])), row.new_zeros((STATISTICS + rows.with_tail, 0))
+            parts = [(stats, RowResults(logprobs, row, row, row, row if rows.with_tail else None), row.bool())]
+        self._stats, self._results, self._largest = zip(*parts, strict=True)
 
     @property
     def statistics(self) -> Tensor:
@@ -309,56 +281,56 @@ class RowParts:
 
     @property
     def logprobs(self) -> Tensor:
-        return self._whole("logprobs")
+        return _joined(map(attrgetter("logprobs"), self._results))
 
     @property
     def entropy(self) -> Tensor:
-        return self._whole("entropy")
+        return _joined(map(attrgetter("entropy"), self._results))
 
     @property
     def logsumexp(self) -> Tensor:
-        return self._whole("logsumexp")
+        return _joined(map(attrgetter("logsumexp"), self._results))
 
     @property
     def weighted(self) -> Tensor:
-        return self._whole("weighted")
+        return _joined(map(attrgetter("weighted"), self._results))
 
     @property
     def tail(self) -> Tensor | None:
-        return None if self._results[0].tail is None else self._whole("tail")
+        return None if self._results[0].tail is None else _joined(map(attrgetter("tail"), self._results))
 
 
 def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) -> RowParts:
     """Make the results and the gradients of a loss that is local to each chunk."""
-    parts, p = RowParts(rows), rows.row_matrix()
+    parts, p = [], rows.row_matrix()
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
         part = p[: block.stop - block.start]
-        stats, results, largest = rows.results(chunk, classes, part if rows.stores_exponentials else None)
-        parts.add(stats, results, largest)
+        found = stats, results, _ = rows.results(chunk, classes, part if rows.stores_exponentials else None)
+        parts.append(found)
         grads = objective.gradients(block, results)
         serves = rows.exponentials_serve(grads)
-        gradients.add(chunk, rows.matrix_of(chunk, classes, stats, grads, part, part if serves else None))
-    return parts
+        made = rows.matrix_of(chunk, classes, stats, grads, part, part if serves else None)
+        gradients.add(block, chunk.end, made)
+    return RowParts(rows, parts)
 
 
 def first_pass(rows: SoftmaxRows, kept: Tensor | None = None) -> RowParts:
     """Make the results of all rows, and their exponentials where `kept [N, V]` has room for them."""
-    parts = RowParts(rows)
+    parts = []
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
-        stats, results, largest = rows.results(chunk, classes, None if kept is None else kept[block])
+        parts.append(rows.results(chunk, classes, None if kept is None else kept[block]))
         if kept is not None:
-            own = rows.projection.own_entries(chunk, stats)
-            rows.projection.put(kept[block], chunk.own.unsqueeze(-1), own.unsqueeze(-1), chunk.count)
-        parts.add(stats, results, largest)
-    return parts
+            own = rows.projection.own_entries(chunk, parts[-1][0])
+            rows.projection.put(kept[block], chunk.own.unsqueeze(-1), own.unsqueeze(-1), chunk.end)
+    return RowParts(rows, parts)
 
 
 def second_pass(
     rows: SoftmaxRows,
     stats: Tensor,
-    row_gradients: Callable[[slice, Statistics], RowGradients],
+    row_gradients: Callable[[slice, Tensor], RowGradients],
     gradients: Gradients,
     kept: Tensor | None = None,
 ) -> None:
@@ -369,12 +341,12 @@ def second_pass(
     p: Tensor | None = None
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
-        of_rows = Statistics(stats[:, block])
+        of_rows = stats[:, block]
         grads = row_gradients(block, of_rows)
         e = kept[block] if kept is not None and rows.exponentials_serve(grads) else None
         if e is not None and grads.is_scaled_exponentials:  # the entries are there already
-            made = replace(rows.matrix_of(chunk, classes, of_rows, grads, e, e), own_stored=None)
+            made = rows.matrix_of(chunk, classes, of_rows, grads, e, e)._replace(own_stored=None)
         else:
             p = rows.row_matrix() if p is None else p
             made = rows.matrix_of(chunk, classes, of_rows, grads, p[: block.stop - block.start], e)
-        gradients.add(chunk, made)
+        gradients.add(block, chunk.end, made)

@@ -18,7 +18,7 @@ from torch import Tensor
 from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.chunked.plan import Plan
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE
-from llmk.ops.linear_loss.rows.projection import LARGEST_EXPONENT, Gradients, Projection, RowMatrix, Span, matrix
+from llmk.ops.linear_loss.rows.projection import LARGEST_EXPONENT, Gradients, Projection, RowMatrix, matrix
 
 END = 15
 """Scaled numbers are at most 2**15, half of what float16 ends at, of which a rounding error is a small part."""
@@ -112,4 +112,4 @@ class LogitRows:
                 yield Block(rows, count, z, z if p is None else p[rows.start - chunk.start : rows.stop - chunk.start])
             if gradients is not None and p is not None and factor is not None and self.N > 0:
                 of_chunk = RowMatrix(p[: chunk.stop - chunk.start], factor[chunk].unsqueeze(0))
-                gradients.add(Span(chunk, self.end(chunk)), of_chunk)
+                gradients.add(chunk, self.end(chunk), of_chunk)

@@ -9,7 +9,7 @@ the dtype, and rounds at the end.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -17,28 +17,26 @@ from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard, gather_rows, ordered
 from llmk.ops.linear_loss.rows import products
-from llmk.ops.linear_loss.rows.classes import Classes, Numbering, largest_over_ranks
+from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, OwnClasses, Rows, Weights
-from llmk.ops.linear_loss.rows.softmax import RowGradients, Statistics, relative_to, with_classes
-from llmk.registry import cdiv
+from llmk.ops.linear_loss.rows.softmax import (
+    RowGradients,
+    relative_to,
+    statistics,
+    with_classes,
+    with_tail,
+)
 
 ALIGNED = 16
 """The row stride of a chunk's P is a multiple of this many elements, whatever V is."""
 LARGEST_EXPONENT = 100
 
 
-@dataclass(frozen=True)
-class Span:
-    """Some rows of a projection, of which no more than the first `count` count."""
-
-    rows: slice
-    count: Tensor  # int32 [1]
-
-
-@dataclass(frozen=True)
-class Chunk(Span):
+class Chunk(NamedTuple):
     """Some rows of a softmax over a projection, of which those count that the mask says."""
 
+    rows: slice
+    end: Tensor  # int32 [1], no more than the first so many count
     mask: Tensor  # bool [M]
     own: Tensor  # int32 [M], the column of the row's own class, negative where it is elsewhere
     y_own: Tensor  # float32 [M], its transformed logit, of all ranks; -inf for no class
@@ -52,8 +50,7 @@ class Chunk(Span):
         return OwnClasses(self.mask, self.own, self.y_own, self.slope_own)
 
 
-@dataclass(frozen=True)
-class RowMatrix:
+class RowMatrix(NamedTuple):
     """P of some rows, which are multiplied by factors: P's own column has its entry once it is added."""
 
     p: Tensor  # [M, V]
@@ -64,23 +61,15 @@ class RowMatrix:
     stored: Tensor | None = None  # float32 [M, K]
 
 
-class RowsOfLogits(NamedTuple):
-    """The results of the logits of a chunk."""
-
-    stats: Statistics
-    weighted: Tensor  # [M], logits times class weights
-    is_largest: Tensor  # bool [M], no logit is larger than that of the row's own class
-    results: Tensor | None  # [4, M], the results of the own class where they are known
-
-
-def over_ranks(shard: VocabShard | None, sums: Tensor) -> Tensor:
-    """Add up what each rank has of its own classes `[S, M]`, in the ranks' order."""
-    return sums if shard is None else shard.gather(sums).sum(0)
+RowsOfLogits: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""What the logits of a chunk give: statistics `[5, M]`, or `[6, M]` with a tail; logits times class weights `[M]`; the
+mask `[M]` of the rows whose own class has the largest logit; and the results `[4, M]` of that where they are known."""
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialized matrix whose rows begin at aligned addresses."""
-    return torch.empty((rows, cdiv(max(columns, 1), ALIGNED) * ALIGNED), dtype=dtype, device=device)[:, :columns]
+    stride = -(-max(columns, 1) // ALIGNED) * ALIGNED
+    return torch.empty((rows, stride), dtype=dtype, device=device)[:, :columns]
 
 
 class KernelProjection:
@@ -117,7 +106,7 @@ class KernelProjection:
 
     def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
         """Return what a chunk's logits give; write exponentials to P."""
-        rows = Rows(self.x[chunk.rows], chunk.reference.unsqueeze(0), chunk.own, chunk.count)
+        rows = Rows(self.x[chunk.rows], chunk.reference.unsqueeze(0), chunk.own, chunk.end)
         parts = products.part_sums(rows, self.V)
         if self.V > 0:
             products.launch_logits(rows, self.weights, p, parts, moments=moments, left_out=chunk.left_out)
@@ -136,13 +125,12 @@ class KernelProjection:
         if chunk.y_left_out is not None:
             total, moment, largest = with_classes(tail, moment, m, chunk.y_left_out)
             sums = torch.stack((total, largest, moment, weighted))
-        values, results, flags = products.row_statistics(sums, chunk.y_own, chunk.mask)
-        stats = Statistics(values)
-        if chunk.y_left_out is not None:
-            stats = stats.with_tail((tail.log() + (m - stats.reference)).masked_fill(~chunk.mask, 0.0))
+        stats, results, flags = products.row_statistics(sums, chunk.y_own, chunk.mask)
         if p is not None and self.V > 0 and not p_is_made:
-            self._make_far_rows(rows, values[:1], flags[1], p)
-        return RowsOfLogits(stats, results[3], flags[0].view(torch.bool), results)
+            self._make_far_rows(rows, stats[:1], flags[1], p)
+        if chunk.y_left_out is not None:
+            stats = with_tail(stats, (tail.log() + (m - stats[0])).masked_fill(~chunk.mask, 0.0))
+        return stats, results[3], flags[0].view(torch.bool), results
 
     def _over_ranks(self, shard: VocabShard, sums: Tensor) -> Tensor:
         """Return the sums `[4, M]` of all ranks from those of each, which are relative to its own largest logit."""
@@ -169,30 +157,30 @@ class KernelProjection:
         if parts is not None and out is not None:
             products.combine_listed(parts, listed, place, out, weighted=weights.class_weight is not None)
 
-    def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
+    def exponentials(self, chunk: Chunk, stats: Tensor, grads: RowGradients, p: Tensor) -> RowMatrix:
         """Return the gradient of a chunk's logits from its exponentials in P, where they serve."""
-        out = products.coefficients(stats.values, chunk.own_classes, self.weights, grads, exponentials=True)
+        out = products.coefficients(stats, chunk.own_classes, self.weights, grads, exponentials=True)
         return RowMatrix(p, out[4:6], chunk.own, out[6])
 
     def made(
-        self, chunk: Chunk, stats: Statistics, grads: RowGradients, size: Tensor | None, p: Tensor, e: Tensor | None
+        self, chunk: Chunk, stats: Tensor, grads: RowGradients, size: Tensor | None, p: Tensor, e: Tensor | None
     ) -> RowMatrix:  # fmt: skip
         """Make the gradient of the logits of a chunk whose rows have one class, over each row's size where given.
 
         It is made of exponentials e where they are given.
         """
-        out = products.coefficients(stats.values, chunk.own_classes, self.weights, grads, size, exponentials=False)
+        out = products.coefficients(stats, chunk.own_classes, self.weights, grads, size, exponentials=False)
         if e is None:
             self._make_gradients(chunk, out[:4], grads.weighted is not None, p)
         else:
             u = None if grads.weighted is None else out[3]
-            self.from_exponentials(chunk, e, stats.scale, (out[1], out[2], u), p)
+            self.from_exponentials(chunk, e, stats[4], (out[1], out[2], u), p)
         return RowMatrix(p, out[4:6], chunk.own, out[6])
 
-    def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
+    def own_entries(self, chunk: Chunk, stats: Tensor) -> Tensor:
         """Return what stands among exponentials at own columns where only log-probabilities have a gradient."""
         grads = RowGradients(None)
-        return products.coefficients(stats.values, chunk.own_classes, self.weights, grads, exponentials=True)[6]
+        return products.coefficients(stats, chunk.own_classes, self.weights, grads, exponentials=True)[6]
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
         """Write E (a + b log E) + u w to P, with the exponentials E relative to the references."""
@@ -235,16 +223,16 @@ class KernelProjection:
         """
         if self.V > 0:
             a, _, u = numbers
-            products.gradients_of_exponentials(e, scale, a, u, self.weights.class_weight, p, chunk.count)
+            products.gradients_of_exponentials(e, scale, a, u, self.weights.class_weight, p, chunk.end)
 
     def from_logits(self, chunk: Chunk, y: Tensor, reference: Tensor, a: Tensor, p: Tensor) -> None:
         """Write the same as `gradients` from transformed logits where there is no b, u or cap."""
         if self.V > 0:
-            products.gradients_of_logits(y, reference, a, p, chunk.count)
+            products.gradients_of_logits(y, reference, a, p, chunk.end)
 
     def _make_gradients(self, chunk: Chunk, numbers: Tensor, weighted: bool, p: Tensor) -> None:
         weights = self.weights if weighted else self.weights._replace(class_weight=None)
-        rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
+        rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.end)
         if self.V > 0:
             products.launch_logits(rows, weights, p, gradients=True, left_out=chunk.left_out)
 
@@ -265,12 +253,11 @@ class MatrixProjection:
     def __init__(self, x: Tensor, weights: Weights, shard: VocabShard | None) -> None:
         dtype, weight, bias = x.dtype, weights.weight.float(), weights.bias
         self.x, self.shard, self.rounded_to = x.float(), shard, dtype if weights.transform.rounded else None
-        self.weights = weights._replace(weight=weight, bias=None if bias is None else bias.float())
-        self.V = weight.shape[0]
+        if dtype != torch.float32:
+            weights = weights._replace(weight=weight, bias=None if bias is None else bias.float())
+        self.weights = weights
+        self.V, self.factor = weight.shape[0], weights.transform.factor
         self._shared: tuple[slice, Tensor] | None = None
-
-    def _rounded(self, z: Tensor) -> Tensor:
-        return z if self.rounded_to is None else z.to(self.rounded_to).float()
 
     def _all_logits(self, rows: slice, out: Tensor | None = None) -> Tensor:
         """Return the logits of some rows, once for all that is asked of them; they may be in `out`."""
@@ -281,13 +268,13 @@ class MatrixProjection:
         torch.mm(self.x[rows], self.weights.weight.t(), out=z)
         if self.weights.bias is not None:
             z += self.weights.bias
-        return self._rounded(z)
+        return z if self.rounded_to is None else z.to(self.rounded_to).float()
 
     def classes(self, rows: slice, ids: Tensor, numbering: Numbering, *, raw: bool, left_out: bool = False) -> Classes:
         transform = None if raw else self.weights.transform
-        return Classes.located(ids, numbering, self.V, lambda columns: self._of(rows, columns, left_out), transform)
+        return Classes.located(ids, numbering, self.V, partial(self._of, rows, left_out), transform)
 
-    def _of(self, rows: slice, columns: Tensor, left_out: bool) -> Tensor:
+    def _of(self, rows: slice, left_out: bool, columns: Tensor) -> Tensor:
         """Return the float32 logits `[M, K]` of columns, any number of a negative one."""
         if self.V == 0:
             return torch.zeros(columns.shape, dtype=torch.float32, device=self.x.device)
@@ -297,7 +284,8 @@ class MatrixProjection:
             self._shared = rows, logits
             return logits.gather(1, ids)
         z = (self.x[rows] * self.weights.weight[ids.squeeze(1)]).sum(-1, keepdim=True)  # there may be no second pass
-        return self._rounded(z if self.weights.bias is None else z + self.weights.bias[ids])
+        z = z if self.weights.bias is None else z + self.weights.bias[ids]
+        return z if self.rounded_to is None else z.to(self.rounded_to).float()
 
     def logits(self, rows: slice, count: Tensor, out: Tensor) -> None:
         out.copy_(self.weights.transform(self._all_logits(rows, out))[0])
@@ -327,7 +315,8 @@ class MatrixProjection:
     def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
         all_y, y, slope = self._transformed(chunk)
         m = y.amax(-1) if self.V > 0 else torch.full_like(chunk.y_own, float("-inf"))
-        m = largest_over_ranks(self.shard, m)
+        if self.shard is not None:
+            m = self.shard.gather(m).amax(0)
         reference = torch.maximum(m, chunk.y_own)
         base = reference  # what exponentials are relative to; those of a tail to its own largest logit
         if chunk.left_out is not None:
@@ -338,7 +327,9 @@ class MatrixProjection:
         distance = y.sub_(base.unsqueeze(-1)).masked_fill_(~chunk.mask.unsqueeze(-1), float("-inf"))
         e = distance.exp()
         moment = torch.where(e > 0, e * distance, 0.0).sum(-1) if moments else nothing
-        rest, moment, weighted = over_ranks(self.shard, torch.stack((_row_sums(e), moment, weighted))).unbind()
+        rest = _row_sums(e)
+        if self.shard is not None:  # what each rank has of its own classes, in the ranks' order
+            rest, moment, weighted = self.shard.gather(torch.stack((rest, moment, weighted))).sum(0).unbind()
         log_tail = None
         if chunk.y_left_out is not None:
             tail, tail_m = rest, m
@@ -351,26 +342,26 @@ class MatrixProjection:
         distance = chunk.y_own - reference
         own = distance.exp()
         moment = moment + torch.where(own > 0, own * distance, 0.0)
-        stats = Statistics.of(reference, rest, own, moment).masked(chunk.mask)
-        stats = stats if log_tail is None else stats.with_tail(log_tail)
-        return RowsOfLogits(stats, weighted, chunk.mask & (m <= chunk.y_own), None)
+        stats = statistics(reference, rest, own, moment, chunk.mask)
+        stats = stats if log_tail is None else with_tail(stats, log_tail)
+        return stats, weighted, chunk.mask & (m <= chunk.y_own), None
 
-    def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
-        grads = grads.masked(chunk.mask.unsqueeze(-1))
-        factor, total = self.weights.transform.factor, stats.total
-        g = torch.zeros_like(total) if grads.logprobs is None else grads.logprobs.squeeze(1)
-        stored = self.own_entries(chunk, stats)
+    def exponentials(self, chunk: Chunk, stats: Tensor, grads: RowGradients, p: Tensor) -> RowMatrix:
+        rest, own, factor, ignored = stats[1], stats[2], self.factor, ~chunk.mask
+        g = torch.zeros_like(rest) if grads.logprobs is None else grads.logprobs.squeeze(1).masked_fill(ignored, 0.0)
+        total, stored = own + rest, self.own_entries(chunk, stats)
         if grads.logsumexp is None:
             return RowMatrix(p, (-g / total * factor).unsqueeze(0), chunk.own, stored)
-        entry = (g * stats.rest + grads.logsumexp * stats.own) / total
+        of_all = grads.logsumexp.masked_fill(ignored, 0.0)
+        entry = (g * rest + of_all * own) / total
         entry = entry * (factor if chunk.slope_own is None else chunk.slope_own)
-        row_factor, least = (grads.logsumexp - g) / total * factor, entry.abs() * products.LEAST_FACTOR / total
+        row_factor, least = (of_all - g) / total * factor, entry.abs() * products.LEAST_FACTOR / total
         row_factor = torch.where(row_factor.abs() < least, least, row_factor)
         stored = torch.where(row_factor == 0, 0.0, entry / row_factor)
         return RowMatrix(p, row_factor.unsqueeze(0), chunk.own, stored)
 
-    def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
-        return -stats.rest if chunk.slope_own is None else -stats.rest * chunk.slope_own
+    def own_entries(self, chunk: Chunk, stats: Tensor) -> Tensor:
+        return -stats[1] if chunk.slope_own is None else -stats[1] * chunk.slope_own
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
         _, y, slope = self._transformed(chunk)
@@ -398,9 +389,10 @@ class MatrixProjection:
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
         if self.V == 0:
             return
-        for column, entry in zip(columns.split(1, -1), entries.split(1, -1), strict=True):
-            at = column.clamp(min=0).long()
-            p.scatter_(1, at, torch.where(column >= 0, entry, p.gather(1, at)))
+        at = columns.clamp(min=0).long()
+        for i in range(columns.shape[-1]):
+            one = slice(i, i + 1)
+            p.scatter_(1, at[:, one], torch.where(columns[:, one] >= 0, entries[:, one], p.gather(1, at[:, one])))
 
 
 def _row_sums(x: Tensor) -> Tensor:
@@ -431,34 +423,33 @@ class Gradients:
         self.dw = make_sum((V, H) if need[1] else (0,), dtype=total, device=device)
         self.db = make_sum((V,) if need[2] else (0,), dtype=torch.float32, device=device)
 
-    def add(self, span: Span, rows: RowMatrix) -> None:
-        """Add the gradients of some rows; the first ones overwrite."""
-        first = span.rows.start == 0
+    def add(self, place: slice, end: Tensor, rows: RowMatrix) -> None:
+        """Add the gradients of some rows, of which the first `end` count; the first ones overwrite."""
         if self.projection.V == 0:
             if self.need[0]:
                 self.dx.zero_()
             return
         if isinstance(self.projection, KernelProjection):
-            self._add_by_kernels(self.projection, span, rows, first)
+            self._add_by_kernels(self.projection, place, end, rows)
         else:
-            self._add_matrices(self.projection, span, rows, first)
+            self._add_matrices(self.projection, place, end, rows)
 
-    def _add_by_kernels(self, projection: KernelProjection, span: Span, rows: RowMatrix, first: bool) -> None:
-        scaled = projection.scratch_rows(rows.p.shape[0])
+    def _add_by_kernels(self, projection: KernelProjection, at: slice, count: Tensor, rows: RowMatrix) -> None:
+        first, scaled = at.start == 0, projection.scratch_rows(rows.p.shape[0])
         scale, inverse, unit, factors = None, None, 1.0, rows.factors
         if rows.p.dtype == torch.float16:
             scale, inverse, unit = _float16_scales(rows.factors[0])
             factors = torch.cat((factors[:1] / unit, factors[1:]))
-        x, entry = projection.x[span.rows], rows.own_stored
+        x, entry = projection.x[at], rows.own_stored
         if entry is not None and unit != 1.0:
             entry = entry * unit
-        of_rows = Rows(x, rows.factors, rows.own, span.count)
+        of_rows = Rows(x, rows.factors, rows.own, count)
         products.scale_rows(of_rows, rows.p, scaled, rows.factors[0], entry, scale)
         if rows.columns is not None and rows.stored is not None:
-            projection.put(rows.p, rows.columns, rows.stored * unit, span.count)
+            projection.put(rows.p, rows.columns, rows.stored * unit, count)
         weight, index = projection.weights.weight, self.compacted.index
-        place = None if index is None else index[span.rows]
-        dx = self.dx if index is not None else self.dx[span.rows]
+        place = None if index is None else index[at]
+        dx = self.dx if index is not None else self.dx[at]
         if all(self.need[:2]) and products.fit_one_launch(of_rows, rows.p, scaled, weight, self.dw):
             of_input = products.InputGradient(factors, dx, place)
             products.both_gradients(of_rows, rows.p, weight, of_input, scaled, self.dw, add=not first)
@@ -466,22 +457,22 @@ class Gradients:
             if self.need[0]:
                 products.input_gradient(of_rows, rows.p, weight, factors, dx, place)
             if self.need[1]:
-                products.weight_gradient(rows.p, scaled, self.dw, span.count, add=not first, scale=inverse)
+                products.weight_gradient(rows.p, scaled, self.dw, count, add=not first, scale=inverse)
         if self.need[2]:
-            products.bias_gradient(rows.p, rows.factors[0], self.db, span.count, scale=1 / unit, add=not first)
+            products.bias_gradient(rows.p, rows.factors[0], self.db, count, scale=1 / unit, add=not first)
 
-    def _add_matrices(self, projection: MatrixProjection, span: Span, rows: RowMatrix, first: bool) -> None:
-        p, weight = rows.p, projection.weights.weight
+    def _add_matrices(self, projection: MatrixProjection, at: slice, count: Tensor, rows: RowMatrix) -> None:
+        first, p, weight = at.start == 0, rows.p, projection.weights.weight
         if rows.own is not None and rows.own_stored is not None:
-            projection.put(p, rows.own.unsqueeze(-1), rows.own_stored.unsqueeze(-1), span.count)
+            projection.put(p, rows.own.unsqueeze(-1), rows.own_stored.unsqueeze(-1), count)
         if rows.columns is not None and rows.stored is not None:
-            projection.put(p, rows.columns, rows.stored, span.count)
+            projection.put(p, rows.columns, rows.stored, count)
         factor = rows.factors[0].unsqueeze(-1)
         counts = factor != 0
         if self.need[0]:
             dx = torch.where(counts, torch.mm(p, weight) * factor, 0.0)
-            self.dx[span.rows if self.compacted.index is None else self.compacted.index[span.rows]] = dx
-        x = torch.where(counts, projection.x[span.rows] * factor, 0.0)
+            self.dx[at if self.compacted.index is None else self.compacted.index[at]] = dx
+        x = torch.where(counts, projection.x[at] * factor, 0.0)
         if self.need[1] and first:
             torch.mm(p.t(), x, out=self.dw)
         elif self.need[1]:
@@ -492,7 +483,7 @@ class Gradients:
 
     def results(self, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients, that of the input in its shape."""
-        dx, dw, db = (each.to(dtype) for each, dtype in zip((self.dx, self.dw, self.db), self.dtypes, strict=True))
+        dx, dw, db = map(torch.Tensor.to, (self.dx, self.dw, self.db), self.dtypes)
         return dx.view(*shape) if self.need[0] else dx.view(0), dw, db
 
 

@@ -20,77 +20,37 @@ leaves, so that it loses nothing where its probability is small: `log_tail` is i
 gradient r of its log-probability, others have r exp(y_v - reference - log_tail) more, and each class loses r p_v.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 STATISTICS = 5
-"""The number of float32 values that are saved for a row, without that of the tail."""
+"""The number of float32 values that are saved for a row, without that of the tail: reference, rest, own, moment, and
+the factor that makes stored exponentials relative to the reference."""
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """The statistics of rows' softmax, float32 `[5, M]`, or 6 with a tail; the sums of all ranks together."""
+def statistics(
+    reference: Tensor, rest: Tensor, own: Tensor, moment: Tensor, mask: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Return the statistics `[5, M]` of rows whose exponentials are relative to the reference.
 
-    values: Tensor
+    Those of rows that do not count, which a mask says, are of a row with one class.
+    """
+    stats = torch.stack((reference, rest, own, moment, torch.ones_like(rest)))
+    if mask is not None:
+        stats.masked_fill_(~mask, 0.0)[2::2].masked_fill_(~mask, 1.0)  # own and the factor
+    return stats
 
-    @classmethod
-    def of(cls, *values: Tensor) -> "Statistics":
-        """Make them of reference, rest, own and moment, `[M]` each, for exponentials relative to the reference."""
-        return cls(torch.stack((*values, torch.ones_like(values[0]))))
 
-    @property
-    def reference(self) -> Tensor:
-        return self.values[0]
+def with_tail(stats: Tensor, log_tail: Tensor) -> Tensor:
+    return torch.cat((stats, log_tail.unsqueeze(0)))
 
-    @property
-    def rest(self) -> Tensor:
-        return self.values[1]
 
-    @property
-    def own(self) -> Tensor:
-        return self.values[2]
-
-    @property
-    def moment(self) -> Tensor:
-        return self.values[3]
-
-    @property
-    def scale(self) -> Tensor:
-        """The factor that makes stored exponentials relative to the reference."""
-        return self.values[4]
-
-    @property
-    def log_tail(self) -> Tensor | None:
-        """The logsumexp of the logits of the tail, relative to the reference; None where it is not asked for."""
-        return self.values[STATISTICS] if self.values.shape[0] > STATISTICS else None
-
-    def with_tail(self, log_tail: Tensor) -> "Statistics":
-        return Statistics(torch.cat((self.values, log_tail.unsqueeze(0))))
-
-    @property
-    def total(self) -> Tensor:
-        return self.own + self.rest
-
-    @property
-    def log_total(self) -> Tensor:
-        return torch.where(self.own == 1, self.rest.log1p(), self.total.log())
-
-    @property
-    def logsumexp(self) -> Tensor:
-        """The logsumexp of the row's logits; 0 of a row that does not count, as in `RowResults`."""
-        return self.reference + self.log_total
-
-    def of_rows(self, rows: slice) -> "Statistics":
-        return Statistics(self.values[:, rows])
-
-    def masked(self, mask: Tensor) -> "Statistics":
-        """Return the same, and of rows that do not count those of a row with one class."""
-        values = self.values.masked_fill(~mask, 0.0)
-        values[2:STATISTICS:2].masked_fill_(~mask, 1.0)  # own and scale
-        return Statistics(values)
+def log_total_of(stats: Tensor) -> Tensor:
+    """Return log T."""
+    rest, own = stats[1], stats[2]
+    return torch.where(own == 1, rest.log1p(), (own + rest).log())
 
 
 class RowResults(NamedTuple):
@@ -114,13 +74,13 @@ class RowGradients(NamedTuple):
 
     def of(self, rows: slice) -> "RowGradients":
         """Return those of some rows."""
-        return RowGradients(*(None if each is None else each[rows] for each in self))
+        return RowGradients(*[None if each is None else each[rows] for each in self])
 
     def masked(self, classes_count: Tensor) -> "RowGradients":
         """Return the same with 0 where a class `[M, K]`, or a row none of whose classes does, does not count."""
         counts = classes_count.any(-1)
         logprobs = None if self.logprobs is None else self.logprobs.masked_fill(~classes_count, 0.0)
-        return RowGradients(logprobs, *(None if g is None else g.masked_fill(~counts, 0.0) for g in self[1:]))
+        return RowGradients(logprobs, *[None if g is None else g.masked_fill(~counts, 0.0) for g in self[1:]])
 
     @property
     def is_scaled_exponentials(self) -> bool:
@@ -129,22 +89,23 @@ class RowGradients(NamedTuple):
 
 
 def row_results(
-    stats: Statistics, y: Tensor, weighted: Tensor, classes_count: Tensor, distinct: Tensor | None = None
+    stats: Tensor, y: Tensor, weighted: Tensor, classes_count: Tensor, distinct: Tensor | None = None
 ) -> RowResults:  # fmt: skip
     """Return the results of rows from their statistics and the transformed logits `[M, K]` of their classes.
 
     With a tail `distinct` has each class once.
     """
-    log_total, counts, tail = stats.log_total, classes_count.any(-1), None
-    logprobs = (y - stats.reference.unsqueeze(-1)) - log_total.unsqueeze(-1)
-    if stats.log_tail is not None and distinct is not None:
+    (reference, rest, own, moment, _), counts, tail = stats[:STATISTICS].unbind(), classes_count.any(-1), None
+    log_total = log_total_of(stats)
+    logprobs = (y - reference.unsqueeze(-1)) - log_total.unsqueeze(-1)
+    if stats.shape[0] > STATISTICS and distinct is not None:
         p = logprobs.exp().masked_fill(~distinct, 0.0).sum(-1)
         # Neither a difference of numbers near each other.
-        tail = torch.where(p < 0.5, (-p).log1p(), stats.log_tail - log_total).masked_fill(~counts, 0.0)
+        tail = torch.where(p < 0.5, (-p).log1p(), stats[STATISTICS] - log_total).masked_fill(~counts, 0.0)
     return RowResults(
         logprobs.masked_fill(~classes_count, 0.0),
-        (log_total - stats.moment / stats.total).masked_fill(~counts, 0.0),
-        (stats.reference + log_total).masked_fill(~counts, 0.0),
+        (log_total - moment / (own + rest)).masked_fill(~counts, 0.0),
+        (reference + log_total).masked_fill(~counts, 0.0),
         weighted.masked_fill(~counts, 0.0),
         tail,
     )
@@ -182,7 +143,7 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(
-    stats: Statistics,
+    stats: Tensor,
     y: Tensor,
     grads: RowGradients,
     ids: Tensor,
@@ -193,7 +154,7 @@ def coefficients(
     """Return A, B, what their exponentials are relative to, and the gradients dy of the classes `[M, K]`.
 
     Args:
-        stats: The rows' statistics.
+        stats: The rows' statistics, `[5, M]`, or `[6, M]` with a tail.
         y: Transformed logits `[M, K]` of the classes.
         grads: Gradients of the results, 0 where they do not count.
         ids: The classes `[M, K]`.
@@ -201,18 +162,19 @@ def coefficients(
         class_weight: The weights of the classes in `weighted`, `[M, K]`.
         distinct: With a tail a mask that has each class once, `[M, K]`.
     """
-    total, zero = stats.total, torch.zeros_like(stats.rest)
+    start, rest, of_own, moment, _ = stats[:STATISTICS].unbind()
+    total, zero = of_own + rest, torch.zeros_like(rest)
     g = torch.zeros_like(y) if grads.logprobs is None else grads.logprobs
     f, h, tail = (zero if each is None else each for each in (grads.logsumexp, grads.entropy, grads.tail))
-    mean = stats.moment / total
-    reference, a, b = stats.reference, (f - g.sum(-1) + h * mean) / total, -h / total
+    mean = moment / total
+    reference, a, b = start, (f - g.sum(-1) + h * mean) / total, -h / total
     # A class that is there twice gets both gradients.
     alike = ((ids.unsqueeze(-1) == ids.unsqueeze(-2)) * g.unsqueeze(-2)).sum(-1) if ids.shape[1] > 1 else g
-    distance = y - stats.reference.unsqueeze(-1)
-    e = torch.where(is_own, stats.own.unsqueeze(-1), distance.exp())
+    distance = y - start.unsqueeze(-1)
+    e = torch.where(is_own, of_own.unsqueeze(-1), distance.exp())
     p = e / total.unsqueeze(-1)
     # 1 - p of the own class without a difference.
-    others = torch.where(is_own, (stats.rest / total).unsqueeze(-1), 1 - p)
+    others = torch.where(is_own, (rest / total).unsqueeze(-1), 1 - p)
     different = (g.sum(-1) + tail).unsqueeze(-1) - alike
     entries = alike * others - p * different + p * f.unsqueeze(-1)
     if grads.entropy is not None:
@@ -220,8 +182,9 @@ def coefficients(
         entries = entries - h.unsqueeze(-1) * moved
     if grads.weighted is not None and class_weight is not None:
         entries = entries + grads.weighted.unsqueeze(-1) * class_weight
-    if stats.log_tail is not None and distinct is not None:
-        moved = stats.log_tail.masked_fill(stats.log_tail == float("-inf"), 0.0)
+    if stats.shape[0] > STATISTICS and distinct is not None:
+        log_tail = stats[STATISTICS]
+        moved = log_tail.masked_fill(log_tail == float("-inf"), 0.0)
         fade = moved.exp()
         of_tail = tail * p.masked_fill(~distinct, 0.0).sum(-1)  # less what the tail's own probability takes
         reference, a, b = reference + moved, fade * (a + b * moved) + of_tail, fade * b

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.projection import Chunk, Projection
-from llmk.ops.linear_loss.rows.softmax import RowGradients, RowResults, Statistics, row_results, with_classes
+from llmk.ops.linear_loss.rows.softmax import (
+    STATISTICS,
+    RowGradients,
+    RowResults,
+    row_results,
+    statistics,
+    with_classes,
+)
 
 MOST_SUPPORT = 1024
 """The most ids of a row's support."""
@@ -50,40 +57,38 @@ class Support:
         y = torch.where(wrong, float("nan"), torch.where(used, y, float("-inf")))
         return ids, columns, y, slopes
 
-    def results(
-        self, rows: slice, classes: Classes, stats: Statistics, results: RowResults
-    ) -> tuple[Statistics, RowResults]:
+    def results(self, rows: slice, classes: Classes, stats: Tensor, results: RowResults) -> tuple[Tensor, RowResults]:
         """Replace what the rows with a support have over all classes."""
         ids, _, y, _ = self.logits(rows)
-        nothing, cuts, counts = torch.zeros_like(stats.rest), self.cuts(rows), classes.counts
+        nothing, cuts, counts = torch.zeros_like(stats[1]), self.cuts(rows), classes.counts
         total, moment, m = with_classes(nothing, nothing, torch.full_like(nothing, float("-inf")), y)
-        own = Statistics.of(m, total, nothing, moment)
+        own = statistics(m, total, nothing, moment)
         found = row_results(own, classes.y, nothing, counts)
         inside = (self.classes[rows].unsqueeze(-1) == ids.unsqueeze(-2)).any(-1)
         logprobs = torch.where(inside, found.logprobs, float("-inf"))
         logprobs = torch.where(y.isnan().any(-1, keepdim=True) | classes.y.isnan(), float("nan"), logprobs)
         replaced = cuts & counts.any(-1)
         return (
-            Statistics(torch.where(replaced, own.values, stats.values)),
+            torch.where(replaced, own, stats),
             results._replace(
                 logprobs=torch.where(cuts.unsqueeze(-1) & counts, logprobs, results.logprobs),
                 entropy=torch.where(replaced, found.entropy, results.entropy),
             ),
         )
 
-    def entries(self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients) -> tuple[Tensor, Tensor]:
+    def entries(self, chunk: Chunk, classes: Classes, stats: Tensor, grads: RowGradients) -> tuple[Tensor, Tensor]:
         """Return the columns `[M, L]` of the rows with a support, -1 of others, and the gradients of their logits."""
         rows = chunk.rows
         ids, columns, y, slopes = self.logits(rows)
-        distance = torch.where(y == float("-inf"), float("-inf"), y - stats.reference.unsqueeze(-1))
-        total = stats.total.unsqueeze(-1)
+        reference, rest, own, moment, _ = stats[:STATISTICS].unsqueeze(-1).unbind()
+        distance, total = torch.where(y == float("-inf"), float("-inf"), y - reference), own + rest
         p = distance.exp() / total
         g = torch.zeros_like(classes.y) if grads.logprobs is None else grads.logprobs
         alike = ((ids.unsqueeze(-1) == self.classes[rows].unsqueeze(-2)) * g.unsqueeze(-2)).sum(-1)
         entries = alike - p * g.sum(-1, keepdim=True)
         if grads.entropy is not None:
-            mean = stats.moment.unsqueeze(-1) / total
-            entries = entries - torch.where(p == 0, 0.0, grads.entropy.unsqueeze(-1) * p * (distance - mean))
+            moved = grads.entropy.unsqueeze(-1) * p * (distance - moment / total)
+            entries = entries - torch.where(p == 0, 0.0, moved)
         entries = entries * (self.projection.weights.transform.factor if slopes is None else slopes)
         counts = self.cuts(rows) & classes.counts.any(-1)
         return torch.where(counts.unsqueeze(-1), columns, -1), entries
