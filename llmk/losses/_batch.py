@@ -151,38 +151,44 @@ class Sequences:
     slots: int  # the size of a tensor with one value for each sequence
     member: Tensor | None  # [slots, T], True where a token is in a sequence; for a packed batch
     lengths: Tensor  # [slots], the number of tokens that count, float32
-    num_present: Tensor | None  # [], the number of sequences; None where all slots are in use
+    exists: Tensor | None  # the mask of the sequences, [slots], or of the pairs in a batch of pairs; None if all do
+    count: Tensor | int  # the number of these on all ranks
+    num_tokens: Tensor  # [], the tokens that count on all ranks
     ranks: Ranks
-    shared_tokens: Tensor | None = None  # [], the tokens that count on all ranks; None where there is one
-    shared_count: Tensor | None = None  # [], the sequences on all ranks, or the pairs in a batch of pairs
     pair_order: str | None = None  # one of PAIR_ORDERS in a batch of pairs
 
     @classmethod
     def from_rows(cls, mask: Tensor, pair_order: str | None = None) -> "Sequences":
-        lengths = mask.sum(-1, dtype=torch.float32)
-        return cls(mask, None, mask.shape[0], None, lengths, None, Ranks(), pair_order=pair_order)
+        lengths, slots = mask.sum(-1, dtype=torch.float32), mask.shape[0]
+        count = slots if pair_order is None else slots // 2
+        return cls(mask, None, slots, None, lengths, None, count, mask.sum(), Ranks(), pair_order)
 
     @classmethod
     def from_ids(cls, mask: Tensor, ids: Tensor, count: int | None, pair_order: str | None = None) -> "Sequences":
         slots = mask.shape[1] + mask.shape[1] % 2 if count is None else count
         member = ids == torch.arange(slots, device=ids.device, dtype=ids.dtype).unsqueeze(1)
         lengths = (member & mask).sum(-1, dtype=torch.float32)
-        num_present = F.pad(ids, (0, 1), value=-1).amax() + 1 if count is None else None
-        return cls(mask, ids, slots, member, lengths, num_present, Ranks(), pair_order=pair_order)
+        exists, group = None, 1 if pair_order is None else 2
+        number: Tensor | int = slots // group
+        if count is None:
+            first = torch.arange(0, slots, group, device=ids.device, dtype=torch.int64)  # of a pair
+            exists = first < F.pad(ids, (0, 1), value=-1).amax() + 1
+            number = exists.sum()
+        return cls(mask, ids, slots, member, lengths, exists, number, mask.sum(), Ranks(), pair_order)
 
     def shared_by(self, ranks: Ranks) -> "Sequences":
         """Return the same with the lengths and numbers of all ranks."""
         if not ranks.tokens:
             return self
-        count = self._count()
+        count = self.count
         if not isinstance(count, Tensor):
             count = torch.full((), count, dtype=torch.int64, device=self.mask.device)
         return replace(
             self,
             ranks=ranks,
             lengths=sum_over(ranks.context, self.lengths),
-            shared_tokens=sum_over(ranks.tokens, self.mask.sum()),
-            shared_count=sum_over(ranks.sequences, count),
+            num_tokens=sum_over(ranks.tokens, self.num_tokens),
+            count=sum_over(ranks.sequences, count),
         )
 
     def sum(self, values: Tensor) -> Tensor:
@@ -216,38 +222,25 @@ class Sequences:
         """Sum over the ranks what each has of its own tokens."""
         return sum_over(self.ranks.tokens, loss)
 
-    @property
-    def group(self) -> int:
-        """The number of sequences that a value is of where there is one for each sequence or pair."""
-        return 1 if self.pair_order is None else 2
-
     def mean(self, values: Tensor, num_items: Tensor | float | None = None) -> Tensor:
         """Average over the sequences, or over the pairs in a batch of these, or divide their sum by `num_items`.
 
         The mean over none is 0.
         """
-        exists = self.exists()
-        total = values.sum() if exists is None else torch.where(exists, values, 0.0).sum()
-        return sum_over(self.ranks.sequences, total) / self.denominator(num_items)
+        (mean,) = self.means(values, num_items=num_items)
+        return mean
 
-    def num_tokens(self) -> Tensor:
-        return self.mask.sum() if self.shared_tokens is None else self.shared_tokens
+    def means(self, *values: Tensor, num_items: Tensor | float | None = None) -> list[Tensor]:
+        """Return the `mean` of each."""
+        exists, denominator, means = self.exists, self.denominator(num_items), []
+        for each in values:
+            total = each.sum() if exists is None else torch.where(exists, each, 0.0).sum()
+            means.append(sum_over(self.ranks.sequences, total) / denominator)
+        return means
 
     def denominator(self, num_items: Tensor | float | None = None) -> Tensor | float:
         """Return `num_items`, or the number of sequences, or of pairs in a batch of these, or 1 for 0."""
-        own = self._count() if self.shared_count is None else self.shared_count
-        return denominator_of(own if num_items is None else num_items)
-
-    def _count(self) -> Tensor | int:
-        exists = self.exists()
-        return self.slots // self.group if exists is None else exists.sum()
-
-    def exists(self) -> Tensor | None:
-        """Return the mask of the sequences, `[slots]`, or of the pairs that exist; None if all do."""
-        if self.num_present is None:
-            return None
-        slots = torch.arange(0, self.slots, self.group, device=self.mask.device, dtype=torch.int64)
-        return slots < self.num_present  # the first of a pair
+        return denominator_of(self.count if num_items is None else num_items)
 
     def halves(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Split `[slots]` into chosen and rejected, of each pair one."""
@@ -358,7 +351,7 @@ class Batch:
         count = resolve_num_sequences(arguments.get("num_sequences"), counted_by, arguments.get(counted_by))
         ids, support = arguments.get("sequence_ids"), arguments.get("support")
         order = resolve_pair_order(arguments["pair_order"], ids) if "pair_order" in arguments else None
-        check_batch(*(arguments[name] for name in (*BATCH, "ignore_index")))
+        check_batch(*[arguments[name] for name in (*BATCH, "ignore_index")])
         own = own_classes(arguments["linear_weight"], arguments.get("vocab_group"))
         head, target, outside = Head.of(arguments, **own), arguments["target"], {}
         if support is not None:
@@ -398,7 +391,7 @@ class Batch:
         Either they are given, or the model's hidden states and projection.
         """
         names, arguments = ("ref_input", "ref_linear_weight", "ref_linear_bias"), self.arguments
-        logps, (hidden, weight, bias) = arguments["ref_logps"], (arguments[name] for name in names)
+        logps = arguments["ref_logps"]
         if logps is not None:
             for name in names:
                 if arguments[name] is not None:
@@ -406,6 +399,7 @@ class Batch:
                     raise ValueError(f"{name}: expected None beside ref_logps, got a {kind}")
             check_per_sequence("ref_logps", logps, self.sequences.slots, self.target)
             return logps.detach().float()
+        hidden, weight, bias = [arguments[name] for name in names]
         _check_reference(self.head, hidden, weight, bias)
         bias = None if bias is None else bias.detach()
         model = self.with_head(input=hidden.detach(), linear_weight=weight.detach(), linear_bias=bias)
@@ -427,13 +421,13 @@ class Batch:
         Tensors with a value for each sequence or token are `[B]` or `[B, S]`. Return the loss, a sum over groups on all
         ranks, log-probabilities and entropies.
         """
-        group, by_halves = self.sequences.group, self.sequences.pair_order == "halves"
-        groups = self.target.shape[0] // group
+        order, B = self.sequences.pair_order, self.target.shape[0]
+        by_halves, group = order == "halves", 1 if order is None else 2
 
         def to_groups(values: Tensor) -> Tensor:
             if by_halves:
-                return values.unflatten(0, (group, groups)).transpose(0, 1)
-            return values.unflatten(0, (groups, group))
+                return values.reshape(group, B // group, *values.shape[1:]).transpose(0, 1)
+            return values.reshape(B // group, group, *values.shape[1:])
 
         def from_groups(values: Tensor) -> Tensor:
             return (values.transpose(0, 1) if by_halves else values).flatten(0, 1)
@@ -442,8 +436,8 @@ class Batch:
         for name in ("ref_logps", "token_weight", "nll_weight"):
             if options.get(name) is not None:
                 options[name] = to_groups(options[name])
-        head = replace(self.head, input=to_groups(self.head.input))
-        loss, logprobs, entropy = fused_linear_preference(target=to_groups(self.target), **head.arguments(), **options)
+        given = self.head.arguments() | {"input": to_groups(self.head.input), "target": to_groups(self.target)}
+        loss, logprobs, entropy = fused_linear_preference(**given, **options)
         return sum_over(self.sequences.ranks.sequences, loss), from_groups(logprobs), from_groups(entropy)
 
     def policy(self, terms: PolicyTerms) -> tuple[Tensor, Tensor, Tensor]:
@@ -482,7 +476,7 @@ def _without_unsupported(head: Head, target: Tensor, support: Any, ranks: Ranks)
 
 def mean_over_tokens(values: Tensor, sequences: Sequences) -> Tensor:
     """Average `values [B, S]`, 0 where a token does not count, over the tokens that count; 0 over none."""
-    return sum_over(sequences.ranks.tokens, values.sum()) / denominator_of(sequences.num_tokens())
+    return sum_over(sequences.ranks.tokens, values.sum()) / denominator_of(sequences.num_tokens)
 
 
 def _check_reference(head: Head, ref_input: Any, ref_linear_weight: Any, ref_linear_bias: Any) -> None:

@@ -126,4 +126,4 @@ def reward_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor, sequences: S
         "logps/chosen": chosen_logps,
         "logps/rejected": rejected_logps,
     }
-    return {name: sequences.mean(values) for name, values in metrics.items()}
+    return dict(zip(metrics, sequences.means(*metrics.values()), strict=True))

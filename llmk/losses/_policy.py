@@ -28,7 +28,7 @@ class Totals(FromArguments):
 
 def token_denominator(num_items: Tensor | float | None, sequences: Sequences) -> Tensor | float:
     """Return `num_items`, or the number of tokens that count, or 1 for 0."""
-    return denominator_of(sequences.num_tokens() if num_items is None else num_items)
+    return denominator_of(sequences.num_tokens if num_items is None else num_items)
 
 
 def _sequence_denominator(sequences: Sequences, totals: Totals) -> Tensor | float:

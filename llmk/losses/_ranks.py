@@ -26,18 +26,17 @@ class Ranks:
 
     sequences: Groups = ()  # the ranks with other sequences
     context: Groups = ()  # the ranks with other tokens of the same sequences
-
-    @property
-    def tokens(self) -> Groups:
-        return self.context + self.sequences
+    tokens: Groups = ()  # both
 
 
 def make_ranks(group: Any, context_group: Any = None) -> Ranks:
     """Check the groups that a caller gives, of which None is none."""
+    if group is None and context_group is None:
+        return Ranks()
     sequences, context = _names("group", group), _names("context_group", context_group)
     if sequences and sequences == context and _num_ranks(context[0]) > 1:
         raise ValueError(f"context_group: expected other ranks than those of group, got {context[0]!r} for both")
-    return Ranks(sequences, context)
+    return Ranks(sequences, context, context + sequences)
 
 
 def _names(argument: str, group: Any) -> Groups:

@@ -130,11 +130,12 @@ def dpo(
     """
     check_flag("use_weighting", use_weighting)
     types = _loss_types(loss_type, loss_weights, label_smoothing, f_divergence_type)
-    sorts = any(name in ("aot", "aot_unpaired") for name, _ in types)
+    names = [name for name, _ in types]
+    sorts = "aot" in names or "aot_unpaired" in names
     if use_weighting and sorts:
         raise ValueError(f"use_weighting: expected False with 'aot' and 'aot_unpaired', got loss_type {loss_type!r}")
     check_finite("f_alpha_divergence_coef", f_alpha_divergence_coef)
-    if use_weighting and num_items_in_batch is not None and any(name == "sft" for name, _ in types):
+    if use_weighting and num_items_in_batch is not None and "sft" in names:
         raise ValueError("num_items_in_batch: expected None with use_weighting and 'sft', whose product is no sum")
     check_positive("beta", beta)
     check_positive("discopop_tau", discopop_tau)
@@ -148,7 +149,7 @@ def dpo(
     if sequences.ranks.context and ld_alpha is not None:
         raise ValueError("context_group: expected None with ld_alpha, which asks for the positions of tokens")
     ref_logps = batch.reference_logps(partial(_sequence_logps, sequences=sequences, ld_alpha=ld_alpha))
-    compute = _fused_loss if not use_weighting and _can_fuse(types) and batch.supports_groups else _loss
+    compute = _fused_loss if not use_weighting and _can_fuse(names) and batch.supports_groups else _loss
     loss, logps, entropy = compute(batch, ref_logps, own)
     rewards = sequences.halves(beta * (logps - ref_logps))
     metrics = {
@@ -171,10 +172,9 @@ class _Options(FromArguments):
     items: PairItems
 
 
-def _can_fuse(types: list[tuple[str, float]]) -> bool:
+def _can_fuse(names: list[str]) -> bool:
     """Return True if each pair's gradient depends on that pair alone; that of "sft" depends on the targets."""
-    names = [name for name, _ in types]
-    return all(name in (*PAIR_LOSSES, "sft") for name in names) and names != ["sft"] * len(names)
+    return names != ["sft"] * len(names) and all([name in (*PAIR_LOSSES, "sft") for name in names])
 
 
 def _fused_loss(batch: Batch, ref_logps: Tensor, own: _Options) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,13 +182,13 @@ def _fused_loss(batch: Batch, ref_logps: Tensor, own: _Options) -> tuple[Tensor,
     sequences = batch.sequences
     pair_types = [(name, weight) for name, weight in own.types if name in PAIR_LOSSES]
     weights = pair_weights(sequences, [weight for _, weight in pair_types], own.items)
-    sft_coef = sum(weight for name, weight in own.types if name == "sft")
+    sft_coef = sum([weight for name, weight in own.types if name == "sft"])
     loss, token_logps, entropy = batch.preference(
         ref_logps,
         token_weight=None if own.ld_alpha is None else _weighted(sequences.mask.float(), sequences, own.ld_alpha),
         nll_weight=chosen_nll_weight(sequences, sft_coef, own.items),
         group_weight=weights if len(pair_types) > 1 else weights[0],
-        loss_type="+".join(name for name, _ in pair_types),
+        loss_type="+".join([name for name, _ in pair_types]),
         f_divergence_type=own.f_divergence_type,
         f_divergence_coef=own.f_alpha_divergence_coef,
         **own.of_pairs._asdict(),
@@ -267,5 +267,5 @@ def _pairs(nll: Tensor, logps: Tensor, ref_logps: Tensor, sequences: Sequences, 
     return Pairs(
         *(sequences.halves(each) for each in values),
         nll=share_with(sequences.ranks.sequences, nll),  # each pair has it in its loss, those of other ranks too
-        exists=sequences.exists(),
+        exists=sequences.exists,
     )

@@ -208,7 +208,7 @@ def grpo(
         old_logps=old_logps,
         ref_logps=ref_logps,
         kl_weight=None if ref_logps is None else beta * weights,
-        entropy_weight=_mean_weights(entropy_coef, sequences.mask, sequences.num_tokens()),
+        entropy_weight=_mean_weights(entropy_coef, sequences.mask, sequences.num_tokens),
         options=options,
         level=ratio_level(level, sequences),
     )
@@ -316,7 +316,7 @@ def _sampler_metrics(
         return {}
     by_sequence = ratio.dim() == 1 or ratio.shape[1] == 1 != sequences.mask.shape[1]
     if by_sequence:
-        metrics = ratio_metrics(ratio.detach().float().flatten(), sequences.exists(), sequences.ranks.sequences)
+        metrics = ratio_metrics(ratio.detach().float().flatten(), sequences.exists, sequences.ranks.sequences)
     else:
         metrics = ratio_metrics(correction, sequences.mask, sequences.ranks.tokens)
     return metrics if sampled is None else metrics | difference_metrics(old, sampled, sequences)

@@ -87,7 +87,7 @@ def sampling_ratio(
     above = exact > (float("inf") if high is None else high)
     ratio = exact.clamp(low, high) if mode == "truncate" else torch.where(below | above, 0.0, exact)
 
-    compared = counts if level == "token" else sequences.exists()
+    compared = counts if level == "token" else sequences.exists
     compared = torch.ones_like(below) if compared is None else compared
     groups = ranks.tokens if level == "token" else ranks.sequences
     name = "sampling/importance_sampling_ratio"
