@@ -112,11 +112,11 @@ which no rounding loses. `channel_pairs_backward_kernel` takes the halves one si
 `channel_keys_backward_kernel` adds what comes through the states.
 
 Besides the inputs T is kept for the backward pass, and with a decay for each channel P and K K^T, which take two fifths
-of its time on an H100. For each value head and 64 tokens the backward pass has in memory S, rounded for the products,
-and in integers what the rounding left; dS' and dR as operands of products, in the dtype of Q; three or four matrices of
-64 * 64; and dQ and dK in float32, these once for all value heads that share a program. The rows of S . dS' are summed
-where dS' is still float32, with the whole of S: dg has no product in it that would be rounded as well. With a decay for
-each channel there are d Q, d K, e K and a part of dg besides, each of as many numbers as the keys.
+of its time on an H100. For each value head and 64 tokens the backward pass has in memory S, dS' and dR as operands of
+products, in the dtype of Q; three or four matrices of 64 * 64; and dQ and dK in float32, these once for all value heads
+that share a program. The rows of S . dS' are summed where dS' is still float32, with S as products have it: the
+rounding of U and of what makes dS' is in it already, and each is as much. An initial state is in it whole. With a decay
+for each channel there are d Q, d K, e K and a part of dg besides, each of as many numbers as the keys.
 
 **The floor.** Of each value head and chunk of C = 64 tokens the products of the forward pass have, where a
 multiplication and an addition count two, 2 C (K (2 C + 3 V) + 2 C V) operations: Q K^T and K K^T, K S, Q S and K^T U,
@@ -129,23 +129,24 @@ forward pass takes it less than 0.11 ms, and no backward pass less than 0.28 ms.
 What each kernel reads and writes takes the time below at 4.2 TB a second, beside what it takes on that H200, in
 microseconds; of the backward pass first those of what it makes again:
 
-    forward   l2_norm 64, 64        chunk_scores 80, 135       chunk_inverse 48, 128            chunk_states 128, 327
-    backward  l2_norm 64, 64        chunk_scores 48, 98        chunk_states 223, 336
-              chunk_states_backward 351, 672                   chunk_scores_backward 192, 440
-              chunk_keys_backward 415, 671                     chunk_gates_backward 12, 32      sum_heads 192, 182
+    forward   l2_norm 64, 64        chunk_scores 80, 131       chunk_inverse 48, 128            chunk_states 128, 332
+    backward  l2_norm 64, 64        chunk_scores 48, 96        chunk_states 159, 221
+              chunk_states_backward 287, 516                   chunk_scores_backward 192, 421
+              chunk_keys_backward 415, 610                     chunk_gates_backward 12, 32      sum_heads 192, 182
 
-That is 0.32 ms of 0.66 forward and 1.5 of 2.5 backward. The walks from chunk to chunk are furthest from it: a chunk's
-products wait for each other, and the 115 KiB and up to 216 registers of a program leave room for two on a
+That is 0.32 ms of 0.66 forward and 1.4 of 2.1 backward. The walks from chunk to chunk are furthest from it: a chunk's
+products wait for each other, and the 112 KiB and up to 202 registers of a program leave room for two on a
 multiprocessor, half of those of this call. Triton loads only operands of products ahead, so that a walk reads beta, the
 decays and, on its way back, the state before it makes a chunk's products. Wider blocks of V read queries and keys less
 often but take longer, with 4 warps or 8: fewer programs hide what each waits for. A transposed state, which products
 could read from registers, takes fewer trips through shared memory, but so many registers that it is slower. The
-programs of `chunk_keys_backward_kernel` read dO, U and dR for each of four blocks of channels, twice the bytes, though
-from the second-level cache. With M, dQ and dK summed over the two value heads of a key head it takes 80 longer: the
-correction's matrices are in registers too.
+programs of `chunk_keys_backward_kernel` read dO, U and dR for each of two blocks of channels, from the second-level
+cache; one of all channels needs 8 warps and takes longer. With M, dQ and dK summed over the two value heads of a key
+head it takes 80 longer: the correction's matrices are in registers too. So are M and N where it makes them itself, and
+both kernels of chunks in one take a sixth longer. The inverse in the program that makes A takes a tenth longer.
 
 Without a correction it pays: for 4 x 4096 tokens with one key head of 128 and 80 value heads of 64 dQ and dK of 16
-value heads each are 0.08 GB, not 1.3, and forward and backward together take 2.5 ms instead of 3.6.
+value heads each are 0.08 GB, not 1.3, which took forward and backward together from 3.6 ms to 2.5.
 """
 
 LARGEST_KEY = 256

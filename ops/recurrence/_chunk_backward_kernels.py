@@ -18,7 +18,6 @@ from llmk.ops.recurrence._chunk_kernels import (
     _sums_from_start,
     _times_state,
     _transposed,
-    _with_rest,
 )
 from llmk.registry import jit
 
@@ -38,13 +37,12 @@ def _decayed(x, d):
 
 
 @jit
-def _state_and_rest(states_ptr, rests_ptr, place, keys, cols, K, V):
-    """A block of a stored state, and what its rounding left; the state again where nothing is kept of that."""
-    state = _load(states_ptr + place, keys, cols, K, V, V)
-    rest = state
-    if rests_ptr is not None:
-        rest = _load(rests_ptr + place, keys, cols, K, V, V)
-    return state, rest
+def _unless_first(state, chunk, initial_ptr, keys, cols, K, V):
+    """A block of the state before a chunk; of the first chunk as it was given, where nothing has rounded it.
+
+    A branch would keep the compiler from loading operands ahead.
+    """
+    return tl.where(chunk == 0, _load(initial_ptr, keys, cols, tl.where(chunk == 0, K, 0), V, V), state)
 
 
 @jit
@@ -63,7 +61,7 @@ def _factors(beta_ptr, start_ptr, row, chunk, first, t, T, N, H, C: tl.constexpr
 @jit
 def chunk_states_backward_kernel(
     do_ptr, dfinal_ptr, q_ptr, k_ptr, ends_ptr, beta_ptr, start_ptr, end_ptr, whole_ptr, scores_ptr, inverse_ptr,
-    states_ptr, rests_ptr, dstates_ptr, dwhole_ptr, dr_ptr, dv_ptr, dinitial_ptr, scale,
+    initial_ptr, states_ptr, dstates_ptr, dwhole_ptr, dr_ptr, dv_ptr, dinitial_ptr, scale,
     T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The state's gradient from the last chunk to the first, of one block of columns, dR and dV."""
@@ -89,7 +87,7 @@ def chunk_states_backward_kernel(
         # What no product loads ahead comes while the first products are made, or a chunk before; not with products in
         # parts, beside which it does not fit in registers.
         if PART == 0:
-            state, state_rest = _state_and_rest(states_ptr, rests_ptr, state_place, keys, cols, K, V)
+            state = _load(states_ptr + state_place, keys, cols, K, V, V)
             beta, d, whole = next_beta, next_d, next_whole
             following = tl.maximum(chunk - 1, 0)
             next_beta, next_d, next_whole = _factors(beta_ptr, start_ptr, row, following, b * T * H + h, t, T, N, H, C)
@@ -109,10 +107,10 @@ def chunk_states_backward_kernel(
             dr *= tl.load(end_ptr + (row * N + chunk) * C + t)[:, None]
         dr = _plus_product(dr, _load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
         if PART > 0:
-            state, state_rest = _state_and_rest(states_ptr, rests_ptr, state_place, keys, cols, K, V)
+            state = _load(states_ptr + state_place, keys, cols, K, V, V)
         wide = state.to(tl.float32)
-        if rests_ptr is not None:
-            wide = _with_rest(wide, state_rest)
+        if initial_ptr is not None:
+            wide = _unless_first(wide, chunk, initial_ptr + row * K * V, keys, cols, K, V)
         dwhole_ptrs = dwhole_ptr + ((row * N + chunk) * blocks + block) * K + keys
         tl.store(dwhole_ptrs, tl.sum(wide * dstate, axis=1), mask=keys < K)
         qt = _load_transposed(q_ptr, rows, keys, T, K, HK * K)

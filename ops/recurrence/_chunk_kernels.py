@@ -251,21 +251,6 @@ def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr):
 
 
 @jit
-def _rest(x, rounded: tl.constexpr, dtype: tl.constexpr):
-    """Return what `_with_rest` adds to x rounded, in units of the last place of x, which is float32.
-
-    16 bits hold that of bfloat16: half of its last place, but for ties rounded down, which lose one unit.
-    """
-    rest = x.to(tl.int32, bitcast=True) - x.to(rounded).to(tl.float32).to(tl.int32, bitcast=True)
-    return tl.minimum(rest, 32767) if dtype == tl.int16 else rest
-
-
-@jit
-def _with_rest(rounded, rest):
-    return (rounded.to(tl.int32, bitcast=True) + rest.to(tl.int32)).to(tl.float32, bitcast=True)
-
-
-@jit
 def _column(ptr, keys, K):
     """One number of each key, 0 past the last, as a column."""
     return tl.load(ptr + keys, mask=keys < K, other=0.0)[:, None]
@@ -299,7 +284,7 @@ def _transposed(k, k_ptr, rows, keys, T, K, stride, PART: tl.constexpr):
 @jit
 def chunk_states_kernel(
     q_ptr, k_ptr, ends_ptr, v_ptr, beta_ptr, start_ptr, end_ptr, whole_ptr, scores_ptr, inverse_ptr, initial_ptr,
-    states_ptr, rests_ptr, u_ptr, out_ptr, final_ptr, scale,
+    states_ptr, u_ptr, out_ptr, final_ptr, scale,
     T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The state from chunk to chunk, of one block of its columns: each chunk's first, U, O and the last.
@@ -333,9 +318,6 @@ def chunk_states_kernel(
         else:
             whole = tl.load(start_ptr + (row * N + chunk) * C + C - 1)
         stored_ptr = None
-        if rests_ptr is not None:
-            left = _rest(state, states_ptr.dtype.element_ty, rests_ptr.dtype.element_ty)
-            _store(rests_ptr + (row * N + chunk) * K * V, left, keys, cols, K, V, V)
         if states_ptr is not None:
             stored_ptr = states_ptr + (row * N + chunk) * K * V
             _store(stored_ptr, state, keys, cols, K, V, V)

@@ -259,34 +259,28 @@ def _stages(x: Inputs, most: int = 2) -> int:
     return min(most, 1 if room <= 64 else 2 if room < 100 else 3)
 
 
-def _state_tile(x: Inputs, *, outputs: bool = False, rests: bool = False, backward: bool = False) -> dict[str, int]:
-    """A state's block of columns, with all keys: of the walk that makes outputs besides, of that which stores what
-    rounding left, or of the one back.
-    """
+def _state_tile(x: Inputs, *, outputs: bool = False, backward: bool = False) -> dict[str, int]:
+    """A state's block of columns, with all keys: of the walk that makes outputs besides, or of the one back."""
     block_k = x.columns(256, x.q.shape[-1])
     if x.is_float32:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
     if block_k > 128:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
-    most, warps, room = 64, 4, _stages(x, 3)
+    most, room = 64, _stages(x, 3)
     stages = max(1, room - 1) if outputs or x.per_channel else room  # outputs and channels have operands besides
-    if backward and x.beta is None and not x.per_channel:
-        warps, stages = 8 if x.v.shape[-1] > 32 else 4, _stages(x)  # with 4 warps 64 columns spill
-    elif backward:  # more in registers; with a correction by channels, in shared memory too, which two steps fill
+    if backward:  # more in registers; with a correction by channels, in shared memory too, which two steps fill
         most, stages = 32, 1 if x.per_channel and x.beta is not None else _stages(x)
-    elif x.per_channel and x.beta is not None:
+    elif x.beta is not None and (x.per_channel or outputs):  # 64 columns spill
         most = 32
-    elif rests:
-        is_wide = x.beta is not None and not x.per_channel and x.q.dtype == torch.bfloat16  # float16 has longer rests
-        most, stages = (64, _stages(x)) if is_wide else (32, room)
-    elif outputs and x.beta is not None:  # 64 columns spill
-        most = 32
-    elif outputs and x.per_channel and block_k <= 64:  # three steps leave room for two programs
+    elif not outputs:
+        is_few = x.rows * cdiv(x.v.shape[-1], 64) < num_programs(x.q.device, 1)
+        most, stages = (32, room) if is_few else (64, room if x.beta is None else _stages(x))
+    elif x.per_channel and block_k <= 64:  # three steps leave room for two programs
         most, stages = 32, room
-    elif outputs and not x.per_channel and room > 2:
+    elif not x.per_channel and room > 2:
         stages = room
     block_v = x.columns(most, x.v.shape[-1])
-    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": warps, "num_stages": stages}
+    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": 4, "num_stages": stages}
 
 
 def _programs(x: Inputs, tile: dict[str, int]) -> int:
@@ -299,7 +293,7 @@ def _walk(x: Inputs, m: Matrices, tile: dict[str, int], **results: Tensor | None
     T, N, H, _, K, V = x.sizes
     wrap_triton(chunk_states_kernel)[(_programs(x, tile),)](
         m.queries, m.keys, m.ends, x.v, x.beta, m.start, m.end, m.whole, m.scores, m.inverse, x.initial,
-        *(results.get(name) for name in ("states", "rests", "u", "out", "final")), x.scale,
+        *(results.get(name) for name in ("states", "u", "out", "final")), x.scale,
         T, N, H, m.heads, K, V, C=x.chunk, **tile,
     )  # fmt: skip
 
@@ -376,10 +370,8 @@ def launch_backward(
     T, N, H, _, K, V = x.sizes
     do, dfinal = padded(grad_out), padded(grad_final, 2)
     m = _matrices(x, kept, keep=False)
-    rest_dtype = torch.int16 if x.q.dtype == torch.bfloat16 else torch.int32
-    rests = None if x.is_float32 else x.buffer((x.rows, N, K, V), rest_dtype)
     states, u = x.buffer((x.rows, N, K, V)), x.v if x.beta is None else x.buffer(x.v.shape)
-    _walk(x, m, _state_tile(x, rests=True), states=states, rests=rests, u=None if x.beta is None else u)
+    _walk(x, m, _state_tile(x), states=states, u=None if x.beta is None else u)
     dstates, dv = x.buffer(tuple(states.shape)), x.buffer(x.v.shape)
     dr = None if x.beta is None else x.buffer(x.v.shape)
     dinitial = x.buffer(dfinal.shape, torch.float32) if need_initial_state else None
@@ -389,7 +381,7 @@ def launch_backward(
     if N > 0:  # it loads a chunk ahead
         wrap_triton(chunk_states_backward_kernel)[(x.rows * blocks,)](
             do, dfinal, m.queries, m.keys, m.ends, x.beta, m.start, m.end, m.whole, m.scores, m.inverse,
-            states, rests, dstates, dwhole, dr, dv, dinitial, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile,
+            x.initial, states, dstates, dwhole, dr, dv, dinitial, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile,
         )  # fmt: skip
     elif dinitial is not None:
         dinitial.copy_(dfinal)
@@ -458,12 +450,14 @@ def _keys_tile(x: Inputs) -> dict[str, int]:
     if x.is_float32:
         warps = 8 if x.beta is None or x.per_channel else 4  # with 8, of 138 registers, one program fits sm_90
         return {"BLOCK_K": x.columns(16, K), "BLOCK_V": x.columns(16, V), "num_warps": warps, "num_stages": 1}
-    stages = _stages(x, 3)
+    stages, block_k = _stages(x, 3), x.columns(64, K)
     if x.beta is None and not x.per_channel:
-        block_k, block_v, stages = x.columns(64, K), x.columns(32, V), _stages(x)
+        block_v = x.columns(32, V)
+    elif x.per_channel or stages < 3:
+        block_k, block_v = x.columns(32, K), x.columns(64, cdiv(V, 2))
     else:
-        most = 64 if x.per_channel or stages < 3 else 32
-        block_k, block_v = x.columns(32, K), x.columns(most, cdiv(V, 2))
+        block_v = x.columns(64, cdiv(V, 2))
+        stages = 3 if block_v < 64 else 2  # as many bytes, but for fewer and larger products
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "num_stages": stages}
 
 
