@@ -100,7 +100,7 @@ def test_a_bound_that_too_few_elements_reach(device: torch.device) -> None:
     bound, counts = (torch.full((2,), 2**31 - 1, dtype=torch.int32, device=device) for _ in range(2))
     keys = torch.empty((2, 128), dtype=torch.int64, device=device)
     _topk.topk_collect_kernel[(2,)](
-        logits, chosen, bound, keys, counts, 300, 3, 40, 128, 300, 0, TILE=128, BLOCK=256
+        logits, chosen, bound, keys, counts, 300, 3, 40, 128, 300, 0, TILE=128
     )  # fmt: skip
     assert counts.tolist() == [40, 40]
     classes = (~keys[:, :40] & 0x7FFFFFFF).sort().values

@@ -49,7 +49,7 @@ BITS = tl.constexpr(32)
 TILE = 256
 """The classes of a tile where no product has made its maxima."""
 TILES_A_WARP, MOST_WARPS = 512, 16
-COLLECT_BLOCK, COLLECT_WARPS = 512, 1
+COLLECT_WARPS = 1
 """A prefix sum within one warp waits for no other: 0.6 of the time of 2048 elements and four warps (H200)."""
 RANK_BLOCK, RANK_WARPS = 64, 2
 FEWEST_SLOTS, MOST_SLOTS, SLOTS_FACTOR = 128, 1024, 8
@@ -103,46 +103,42 @@ def topk_tiles_kernel(largest_ptr, sum_ptr, chosen_ptr, bound_ptr, M, T, C, K, B
 
 
 @jit
-def _elements(y_ptr, chosen_ptr, start, V, N, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the orders and columns of a part of the chosen tiles' elements; past the end it is LOWEST."""
-    places = start + tl.arange(0, BLOCK)
-    mask = places < N
-    cols = tl.load(chosen_ptr + places // TILE, mask=mask, other=0) * TILE + places % TILE
-    mask = mask & (cols < V)
+def _elements(y_ptr, chosen_ptr, place, V, TILE: tl.constexpr):
+    """Return the orders and columns of a chosen tile's elements; past the end it is LOWEST."""
+    # The first column of a tile is one number: so neighbours are read together, and a thread has neighbours to add up.
+    cols = tl.load(chosen_ptr + place) * TILE + tl.arange(0, TILE)
+    mask = cols < V
     return tl.where(mask, _order(tl.load(y_ptr + cols, mask=mask, other=0.0)), LOWEST), cols
 
 
 @jit
-def _count(
-    bound, y_ptr, chosen_ptr, V, N, TILE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Return the number of elements of the chosen tiles that are above a bound."""
-    count = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(0, N, BLOCK):
-        order, _ = _elements(y_ptr, chosen_ptr, start, V, N, TILE, BLOCK)
+def _count(bound, y_ptr, chosen_ptr, V, C, TILE: tl.constexpr):
+    """Return the number of elements of the C chosen tiles that are above a bound."""
+    count = tl.zeros((TILE,), dtype=tl.int32)
+    for place in range(0, C):
+        order, _ = _elements(y_ptr, chosen_ptr, place, V, TILE)
         count += (order > bound).to(tl.int32)
     return tl.sum(count, axis=0)
 
 
 @jit
-def _highest(y_ptr, chosen_ptr, V, N, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest order of the chosen tiles' elements."""
-    highest = tl.full((BLOCK,), LOWEST, dtype=tl.int32)
-    for start in range(0, N, BLOCK):
-        order, _ = _elements(y_ptr, chosen_ptr, start, V, N, TILE, BLOCK)
+def _highest(y_ptr, chosen_ptr, V, C, TILE: tl.constexpr):
+    """Return the largest order of the C chosen tiles' elements."""
+    highest = tl.full((TILE,), LOWEST, dtype=tl.int32)
+    for place in range(0, C):
+        order, _ = _elements(y_ptr, chosen_ptr, place, V, TILE)
         highest = tl.maximum(highest, order)
     return tl.max(highest, axis=0)
 
 
 @jit
 def _collect(
-    bound, left, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, N,
-    EQUAL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    bound, left, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, C, EQUAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store the elements above a bound, with EQUAL the first `left` of those equal to it too; return their number."""
     count = tl.cast(0, tl.int32)
-    for start in range(0, N, BLOCK):
-        order, cols = _elements(y_ptr, chosen_ptr, start, V, N, TILE, BLOCK)
+    for chosen in range(0, C):
+        order, cols = _elements(y_ptr, chosen_ptr, chosen, V, TILE)
         kept = order > bound
         if EQUAL:
             equal = (order == bound).to(tl.int32)
@@ -157,31 +153,29 @@ def _collect(
 
 @jit
 def topk_collect_kernel(
-    y_ptr, chosen_ptr, bound_ptr, key_ptr, count_ptr, V, C, K, SLOTS, y_stride, first_class,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    y_ptr, chosen_ptr, bound_ptr, key_ptr, count_ptr, V, C, K, SLOTS, y_stride, first_class, TILE: tl.constexpr,
 ):  # fmt: skip
     """Collect the elements of a row's chosen tiles that may be among the K largest, K to SLOTS, in any order."""
     row = tl.program_id(0).to(tl.int64)
     y_ptr += row * y_stride
     chosen_ptr += row * C
     key_ptr += row * SLOTS
-    N = C * TILE
     bound = tl.load(bound_ptr + row) - 1
-    count = _collect(bound, 0, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, N, False, TILE, BLOCK)
+    count = _collect(bound, 0, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, C, False, TILE)
     if (count < K) | (count > SLOTS):  # fewer, where the maximum of a tile is NaN for an infinity
         low = tl.where(count < K, LOWEST, bound).to(tl.int64) + 1  # K elements reach it
-        high = _highest(y_ptr, chosen_ptr, V, N, TILE, BLOCK).to(tl.int64) + 1
+        high = _highest(y_ptr, chosen_ptr, V, C, TILE).to(tl.int64) + 1
         turn = 0
         while (turn < BITS) & (high - low > 1):
             turn += 1
             middle = (low + high) >> 1
             below = (middle - 1).to(tl.int32)
-            reached = _count(below, y_ptr, chosen_ptr, V, N, TILE, BLOCK)
+            reached = _count(below, y_ptr, chosen_ptr, V, C, TILE)
             low = tl.where(reached >= K, middle, low)
             high = tl.where(reached > K, high, middle + (reached == K).to(tl.int64))
         bound = low.to(tl.int32)
-        left = K - _count(bound, y_ptr, chosen_ptr, V, N, TILE, BLOCK)
-        count = _collect(bound, left, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, N, True, TILE, BLOCK)
+        left = K - _count(bound, y_ptr, chosen_ptr, V, C, TILE)
+        count = _collect(bound, left, key_ptr, first_class, SLOTS, y_ptr, chosen_ptr, V, C, True, TILE)
     tl.store(count_ptr + row, count)
 
 
@@ -275,7 +269,7 @@ def candidates(y: Tensor, part: Tensor, tiles: Tensor | None, k: int, first_clas
     )  # fmt: skip
     wrap_triton(topk_collect_kernel)[(M,)](
         y, chosen, bound, keys, counts, V, C, K, slots, y.stride(0), first_class,
-        TILE=tile, BLOCK=COLLECT_BLOCK, num_warps=COLLECT_WARPS,
+        TILE=tile, num_warps=COLLECT_WARPS,
     )  # fmt: skip
     return Candidates(part, keys, counts)
 
