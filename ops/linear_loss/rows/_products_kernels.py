@@ -226,21 +226,23 @@ def pair_sums(x):
 @jit
 def combine_kernel(
     part_ptr, row_ptr, count_ptr, place_ptr, out_ptr, far_ptr, M, tiles, MOMENTS: tl.constexpr, WEIGHTED: tl.constexpr,
-    DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
+    DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of rows, `[4, tiles, M]`, in the order of the tiles: out `[4, M]`.
 
     They are relative to the second, the larger one of the row's reference, `row [M]`, and its largest logit. `far [M]`
-    says which rows are FAR; with a `place` only the rows that it lists are added up.
+    says which rows are FAR; with a `place` only the rows that it lists are added up. The parts of AHEAD blocks of tiles
+    are read together: there are few programs, each of which would wait for one block after the other.
     """
+    WIDE: tl.constexpr = AHEAD * BLOCK_T
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < tl.load(count_ptr)
     if place_ptr is not None:
         rows = tl.load(place_ptr + rows, mask=inside, other=0)
     step = tl.cast(tiles, tl.int64) * M
-    largest = tl.full((BLOCK_T, BLOCK_M), float("-inf"), dtype=tl.float32)
-    for start in range(0, tiles, BLOCK_T):
-        t = start + tl.arange(0, BLOCK_T)
+    largest = tl.full((WIDE, BLOCK_M), float("-inf"), dtype=tl.float32)
+    for start in range(0, tiles, WIDE):
+        t = start + tl.arange(0, WIDE)
         mask = (t < tiles)[:, None] & inside[None, :]
         part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])
         largest = tl.maximum(largest, tl.load(part_ptrs + step, mask=mask, other=float("-inf")))
@@ -252,7 +254,7 @@ def combine_kernel(
     total = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
     moment = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
     weighted = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
-    for start in range(0, tiles, BLOCK_T):
+    for start in tl.range(0, tiles, BLOCK_T, loop_unroll_factor=AHEAD):
         t = start + tl.arange(0, BLOCK_T)
         mask = (t < tiles)[:, None] & inside[None, :]
         part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])

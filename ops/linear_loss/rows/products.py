@@ -49,6 +49,9 @@ from llmk.registry.launch import describable, descriptor
 
 FLOAT16_SCALE = 2.0**15
 """The factor of a float16 P as it is stored: its numbers are at most 1, and the small ones are kept."""
+COMBINED_ROWS = 8
+"""The rows of a program that adds up their parts: so many float32 numbers are what a GPU reads at a time.
+On an H200, with the parts of four blocks read together, 0.7 to 0.9 of the time of 16 rows, block by block."""
 LEAST_FACTOR = 2.0**-30
 """A row's factor is no smaller part of its own class's gradient: so the entry of that, their ratio, is a number."""
 
@@ -183,9 +186,9 @@ def combined(parts: Tensor, rows: Rows, *, moments: bool, weighted: bool, direct
     """
     _, tiles, M = parts.shape
     out, far = empty((4, M), torch.float32, parts.device), empty((M,), torch.int8, parts.device)
-    wrap_triton(combine_kernel)[(cdiv(M, 16),)](
+    wrap_triton(combine_kernel)[(cdiv(M, COMBINED_ROWS),)](
         parts, rows.numbers, rows.end, None, out, far, M, tiles,
-        MOMENTS=moments, WEIGHTED=weighted, DIRECT=direct, BLOCK_M=16, BLOCK_T=32, num_warps=4,
+        MOMENTS=moments, WEIGHTED=weighted, DIRECT=direct, BLOCK_M=COMBINED_ROWS, BLOCK_T=32, AHEAD=4, num_warps=4,
     )  # fmt: skip
     return out, far
 
@@ -193,9 +196,9 @@ def combined(parts: Tensor, rows: Rows, *, moments: bool, weighted: bool, direct
 def combine_listed(parts: Tensor, rows: Rows, place: Tensor, sums: Tensor, *, weighted: bool) -> None:
     """Put the sums of the rows that `place` lists, whose parts are relative to their references, among all sums."""
     _, tiles, M = parts.shape
-    wrap_triton(combine_kernel)[(cdiv(M, 16),)](
+    wrap_triton(combine_kernel)[(cdiv(M, COMBINED_ROWS),)](
         parts, rows.numbers, rows.end, place, sums, None, M, tiles,
-        MOMENTS=False, WEIGHTED=weighted, DIRECT=True, BLOCK_M=16, BLOCK_T=32, num_warps=4,
+        MOMENTS=False, WEIGHTED=weighted, DIRECT=True, BLOCK_M=COMBINED_ROWS, BLOCK_T=32, AHEAD=4, num_warps=4,
     )  # fmt: skip
 
 
