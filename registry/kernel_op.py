@@ -349,6 +349,9 @@ def _autograd_function(name: str, run: Callable[..., Any], derivative: Derivativ
         derivative.setup_context(ctx, args, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(derivative.backward)}
+    def backward(ctx: Any, *grads: Any) -> Any:  # compiled autograd traces functions, not bound methods
+        return derivative.backward(ctx, *grads)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(f"{name}_function", (torch.autograd.Function,), methods)
     return bare_apply(function)  # is_eager has looked for torch.func's transforms

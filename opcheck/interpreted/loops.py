@@ -168,13 +168,13 @@ def _named_in(value: Any) -> Iterator[Any]:
     if definition is not None:
         yield from functions_of(definition)
         return
-    if isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-        return
     if inspect.isclass(value):
         yield from filter(inspect.isfunction, map(_function_of, vars(value).values()))
         return
     function = inspect.unwrap(value) if callable(value) else value
+    if isinstance(function, functools.partial):
+        yield from (function.func, *function.args, *function.keywords.values())
+        return
     inner = getattr(function, "fn", None)  # of kernels, of those wrapped in configurations, of kernel operators
     if not inspect.isfunction(function):
         if inspect.isfunction(inner) or is_kernel(inner):
