@@ -22,6 +22,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from llmk.registry.private.compilers import settled, statically_known_true
 from llmk.registry.private.operators import schema_of
@@ -127,6 +128,19 @@ def item_of(node: Any) -> tuple[Node, Any] | None:
 
 def is_view(node: Node) -> bool:
     return name_of(node) in VIEWS or item_of(node) is not None
+
+
+def viewed_by(view: Node) -> Node:
+    """Return the tensor that a view shows, or the tuple that an item is taken from."""
+    item = item_of(view)
+    return all_arguments(view)["self"] if item is None else item[0]
+
+
+def shown_by(view: Node, value: Any) -> Any:
+    """Return what a view shows of another tensor or tuple than the one in the graph."""
+    source = viewed_by(view)
+    args, kwargs = map_arg((view.args, view.kwargs), lambda node: value if node is source else value_of(node))
+    return view.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def cast_of(node: Any) -> Node | None:

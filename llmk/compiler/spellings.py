@@ -36,11 +36,12 @@ from llmk.compiler.patterns import (
     reshape_of,
     same,
     same_shape,
+    shown_by,
     value_of,
+    viewed_by,
 )
 from llmk.compiler.size_tensors import samples
 from llmk.compiler.sizes import NotSmall
-from llmk.registry.private.compilers import hint_of
 from llmk.registry.private.tensors import storage_of
 
 IN_FLOAT32 = Either(None, torch.float32)
@@ -146,30 +147,35 @@ def features_of(node: Any) -> Iterator[tuple[Node, range, tuple[Node, ...]]]:
     source: Any = node
     views: tuple[Node, ...] = ()
     while isinstance(source, Node) and is_view(source):
-        views, source = (*views, source), source.args[0]
-        features = _features(value_of(node), value_of(source))
+        views, source = (*views, source), viewed_by(source)
+        features = _features(views, value_of(source))
         if features is not None:
             yield source, features, views
 
 
-def _features(part: Any, whole: Any) -> range | None:
-    """Return the features of a tensor that a view of it shows, row for row: where they lie in memory says it."""
+def _features(views: tuple[Node, ...], whole: Any) -> range | None:
+    """Return the features of a tensor that views of it show, row for row.
+
+    Where they lie in memory says it, in a tensor of its shape that is contiguous: in one that is expanded, several
+    elements lie in one place.
+    """
+    part = value_of(views[0])
     if not isinstance(part, Tensor) or not isinstance(whole, Tensor) or not part.dim() == whole.dim() > 0:
         return None
     *rows, count = part.shape
     *all_rows, width = whole.shape
+    if not same_shape(rows, all_rows) or not isinstance(count, int) or not isinstance(width, int):
+        return None
+    whole = part = whole.new_empty(whole.shape)
+    for view in reversed(views):
+        part = shown_by(view, part)
     layouts = zip(rows, part.stride(), whole.stride(), strict=False)
-    if storage_of(part) != storage_of(whole) or not same_shape(rows, all_rows):
+    if storage_of(part) != storage_of(whole) or not all(same(size, 1) or same(a, b) for size, a, b in layouts):
         return None
-    if not all(same(size, 1) or same(a, b) for size, a, b in layouts):
+    start, step = part.storage_offset(), part.stride(-1) if count > 1 else 1
+    if not isinstance(start, int) or not isinstance(step, int) or step < 1:
         return None
-    offset: Any = part.storage_offset() - whole.storage_offset()
-    start: Any = offset if isinstance(offset, int) else hint_of(offset)
-    step, unit = part.stride(-1), whole.stride(-1)
-    known = all(isinstance(x, int) for x in (count, width, start, step, unit)) and same(offset, start)
-    if not known or unit == 0 or start % unit or step % unit:
-        return None
-    features = range(start // unit, width, max(step // unit, 1))[:count]
+    features = range(start, width, step)[:count]
     return features if len(features) == count else None
 
 
