@@ -57,8 +57,8 @@ class Violation:
 def unit_in_last_place(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance between neighbours of `dtype` at the float64 values x."""
     info = torch.finfo(dtype)
-    exponent = torch.frexp(x.abs().clamp(min=info.tiny, max=info.max)).exponent - 1
-    return torch.ldexp(torch.full_like(x, info.eps), exponent)
+    normal = x.abs().clamp(min=info.tiny, max=info.max)
+    return normal / (2 * torch.frexp(normal).mantissa) * info.eps  # exact: the quotient is a power of two
 
 
 def unit_of(result: Tensor, exact: Tensor) -> Tensor:

@@ -493,7 +493,8 @@ def _float16_scales(factor: Tensor) -> tuple[Tensor, Tensor, float]:
     exponent = torch.frexp(torch.where(largest.isfinite(), largest, 1.0)).exponent
     exponent = exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
     one = torch.ones_like(largest)
-    return torch.ldexp(one, -exponent), torch.ldexp(one, exponent) / FLOAT16_SCALE, FLOAT16_SCALE
+    scale, inverse = torch.ldexp(one, -exponent), torch.ldexp(one, exponent)  # noqa: TID251  in a kernel op
+    return scale, inverse / FLOAT16_SCALE, FLOAT16_SCALE
 
 
 def projection_of(input: Tensor, weights: Weights, shard: VocabShard | None, by_kernels: bool) -> Projection:
