@@ -230,6 +230,22 @@ def test_a_hybrid_goes_on_from_its_cache_as_before(family: str):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["Mamba2", "FalconH1"])
+def test_gradients_go_back_through_a_cache(family: str):
+    """The model writes each chunk's state over that of the chunk before, which the operator was given."""
+    model, original = pair(family)
+    ids, found = tokens(2, 12) % 97 + 2, []
+    for m in (model, original):
+        first = m(ids[:, :4], use_cache=True)
+        name = next(name for name in CACHES if name in first)
+        for chunk in (ids[:, 4:9], ids[:, 9:]):
+            last = m(chunk, use_cache=True, **{name: first[name]})
+        loss = last.logits.square().mean()
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in m.named_parameters() if p.grad is not None}))
+    assert_equal(*found)
+
+
 @pytest.mark.parametrize("family", ["Qwen3_5", "KimiLinear", "Bamba"])
 def test_tokens_are_generated_by_steps(family: str):
     """Each layer calls the operators of one token, which leave the states that its own functions leave."""

@@ -175,6 +175,17 @@ def test_known_uses_are_fused_until_a_number_changes() -> None:
     }
 
 
+def test_a_tuple_has_none_in_the_place_of_logits() -> None:
+    model = Known(small_model("Llama").config).train()
+    original, ids = copy.deepcopy(model), tokens(2, 7)
+    patch(model)
+    loss, logits, hidden = model(input_ids=ids, labels=ids, return_dict=False)
+    assert logits is None
+    want = original(input_ids=ids, labels=ids, return_dict=False)
+    torch.testing.assert_close((loss, hidden), (want[0], want[2]))
+    torch.testing.assert_close(model(input_ids=ids, return_dict=False), original(input_ids=ids, return_dict=False))
+
+
 class ByNames(Model):
     """Losses of arguments by their names, of logits whose width is asked for."""
 

@@ -93,6 +93,8 @@ class LossSite(Edit):
         }
 
     def _replaced(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
+            node.elts = [_shown(e) if isinstance(e, ast.Name) and e.id in self.logits else e for e in node.elts]
         if isinstance(node, ast.BinOp) and self.added is not None and added_name(node) == self.added:
             return ast.Call(load("llmk_add"), [node.left, node.right], [])
         if not isinstance(node, ast.Call):
@@ -105,7 +107,7 @@ class LossSite(Edit):
             return self._loss(node, criterion)
         for keyword in node.keywords:
             if keyword.arg == "logits":
-                keyword.value = ast.Call(load("llmk_shown"), [keyword.value], [])
+                keyword.value = _shown(keyword.value)
         return node
 
     def _loss(self, node: ast.Call, criterion: str) -> ast.AST:
@@ -199,6 +201,10 @@ ANOTHER = "is now of another class"
 
 def add(logits: Tensor, bias: Tensor) -> Tensor:
     return logits if logits.shape[-1] == 0 else logits + bias
+
+
+def _shown(logits: ast.expr) -> ast.expr:
+    return ast.Call(load("llmk_shown"), [logits], [])
 
 
 def shown(logits: Tensor | None) -> Tensor | None:

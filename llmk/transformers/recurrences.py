@@ -271,7 +271,8 @@ def _by_attention(
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias
     dt = (torch.nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     values = (x * dt.unsqueeze(-1)).to(x.dtype)
-    state = None if initial_states is None else initial_states.to(wide).transpose(2, 3)
+    # A copy: the operator keeps it for the backward pass, and a cache is overwritten by the state that comes out.
+    state = None if initial_states is None else initial_states.to(wide, copy=True).transpose(2, 3)
     out, final = attention(C, B, values, dt * A, scale=1.0, initial_state=state)
     out = out.to(wide)
     return out if D is None else out + D.unsqueeze(-1) * x.to(wide), final.transpose(2, 3)
