@@ -305,13 +305,41 @@ def Arg(value: Any, match: Match, /, name: str) -> Iterator[Match]:
     yield from match.bind(name, value)
 
 
-@pattern
-def Call(value: Any, match: Match, /, name: str, *args: Any, **kwargs: Any) -> Iterator[Match]:
+def Call(name: str, *args: Any, **kwargs: Any) -> Pattern:
     """A call of an operator of ATen, or of llmk by `llmk::`. Arguments that are not mentioned have their defaults.
 
     Its form that writes into its first argument, such as `add_`, is the same call: it is replaced where nobody else has
     that memory.
+
+    Raises:
+        ValueError: ATen has no operator of this name, or none that takes these arguments: nothing would ever match.
     """
+    overloads = _overloads("name", name)
+    takes = (len(args) <= len(names) and kwargs.keys() <= set(names[len(args) :]) for names in overloads or ())
+    if overloads is not None and not any(takes):
+        given = ", ".join([f"{len(args)} by position", *kwargs])
+        raise ValueError(f"{name}: expected arguments that an overload in ATen takes, got {given}")
+    return _call(SECOND_NAMES.get(name, name), *args, **kwargs)
+
+
+@functools.cache
+def _overloads(argument: str, name: str) -> list[list[str]] | None:
+    """Return the names of the arguments of each overload of an operator of ATen; None for one of another namespace.
+
+    Raises:
+        ValueError: ATen has no such operator; the message names the argument by which it was given.
+    """
+    if "::" in name:
+        return None
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        raise ValueError(f"{argument}: expected an operator of ATen, or NAMESPACE::NAME, got {name!r}")
+    schemas = [schema_of(getattr(packet, overload)) for overload in packet.overloads()]
+    return [[a.name for a in schema.arguments if not a.is_out] for schema in schemas]
+
+
+@pattern
+def _call(value: Any, match: Match, /, name: str, *args: Any, **kwargs: Any) -> Iterator[Match]:
     if name_of(value) not in (name, f"{name}_"):
         return
     names = [argument.name for argument in schema_of(value.target).arguments]
@@ -471,6 +499,10 @@ class RewritePattern:
     indices: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     tried_as: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     stand_in: Callable[[GraphBuilder, Mapping[str, Any], Node], Node] | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.anchor_ops:
+            _overloads("anchor_ops", name)
 
 
 def as_dtype(builder: GraphBuilder, node: Node, dtype: torch.dtype) -> Node:
