@@ -12,6 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from llmk.registry import OPS
+from llmk.registry.devices import INTERPRET
+
 
 class Subclass(Tensor):
     pass
@@ -28,11 +31,18 @@ class Seeing(TorchFunctionMode):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that a tensor has."""
+    """Notes the most elements that a tensor has; on a CPU also in llmk's operators, which a mode sees from outside."""
 
     most = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel_ops = {kernel_op.overload: kernel_op for op in OPS.values() for kernel_op in op.kernel_ops}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.kernel_ops and args[0].is_cpu and not INTERPRET:
+            with self:
+                return self.kernel_ops[func].implementation(*args)(*args)
         out = func(*args, **(kwargs or {}))
         every = out if isinstance(out, tuple | list) else [out]
         self.most = max([self.most, *(x.numel() for x in every if isinstance(x, Tensor))])
