@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmk.functional import fused_linear_ce, fused_linear_jsd, jsd, linear_logprobs, tvd
+from llmk.functional import (
+    fused_linear_ce,
+    fused_linear_distill,
+    fused_linear_jsd,
+    fused_linear_jsd_ce,
+    jsd,
+    linear_logprobs,
+    tvd,
+)
 from llmk.nn import JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss, LinearLogProbs, TVDLoss
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.loss.jsd import jsd_reference
@@ -80,6 +88,13 @@ def test_a_teacher_gets_no_gradient() -> None:
 def test_a_class_that_is_none() -> None:
     with pytest.raises(IndexError, match=r"target: expected class indices in \[0, 11\)"):
         linear_logprobs(X, W, T + 4)
+
+
+def test_a_label_that_is_no_class() -> None:
+    with pytest.raises(IndexError, match=r"labels: expected class indices in \[0, 11\)"):
+        fused_linear_jsd_ce(X, W, X, W, T + 4)
+    with pytest.raises(IndexError, match=r"labels: expected class indices in \[0, 11\)"):
+        fused_linear_distill(X, W, [X], [W], [], [], [], [], labels=T + 4, ce_weight=0.5)
 
 
 @pytest.mark.kernels

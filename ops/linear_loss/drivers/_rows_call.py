@@ -101,7 +101,8 @@ def check_classes(impl: Implementation, classes: Tensor, call: RowsCall | Distil
     ids = classes.long()
     wrong = (ids != call.ignore_index) & ((ids < 0) | (ids >= call.num_classes))
     if bool(wrong.any()):
+        name = "labels" if isinstance(call, DistillationCall) else "target"
         raise IndexError(
-            f"target: expected class indices in [0, {call.num_classes}) or ignore_index {call.ignore_index}, "
+            f"{name}: expected class indices in [0, {call.num_classes}) or ignore_index {call.ignore_index}, "
             f"got {int(ids[wrong][0])}"
         )
