@@ -69,19 +69,20 @@ def host_times(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, An
 def _forward_kernel_op(op: Op, args: list[Any], kwargs: dict[str, Any]) -> tuple[KernelOp, tuple[Any, ...]] | None:
     """The one kernel op with a backward formula that a call makes, and what it is given."""
     calls: list[tuple[KernelOp, tuple[Any, ...]]] = []
-    original = KernelOp._call
+    original = KernelOp.__call__
 
     def recording(self: KernelOp, *given: Any) -> Any:
         if self.has_backward:
-            calls.append((self, given))
+            flags = () if self.derivative.keeps is None else self.derivative.flags(given)
+            calls.append((self, (*given, *flags)))
         return original(self, *given)
 
-    KernelOp._call = recording
+    KernelOp.__call__ = recording
     try:
         with set_short_path_enabled(False):  # which may repeat the launches of a whole call
             op.overload(*args, **kwargs)
     finally:
-        KernelOp._call = original
+        KernelOp.__call__ = original
     return calls[0] if len(calls) == 1 else None
 
 

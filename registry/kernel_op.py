@@ -96,9 +96,6 @@ class KernelOp:
     def __call__(self, *args: Any) -> Any:
         if self.derivative.keeps is not None:
             args = (*args, *self.derivative.flags(args))
-        return self._call(*args)
-
-    def _call(self, *args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or not is_eager():  # Dynamo traces a formula where it compiles autograd
             return self.overload(*args)
         return self._bypass(*args) if self.launch_cache is None else self.launch_cache(self._bypass, args)
@@ -221,7 +218,7 @@ class KernelOp:
         names = self._names()
         results = [[names.index(name) for name in of] for of in ([names] if depends_on is None else depends_on)]
         self.derivative = derivative = Derivative(
-            self.name, self._call, backward, setup_context, results, takes_none=takes_none, keeps=keeps
+            self.name, self.overload, backward, setup_context, results, takes_none=takes_none, keeps=keeps
         )
         has_lists = any("List[Tensor]" in str(argument.type) for argument in schema_of(self.overload).arguments)
         formula = derivative.backward_with_lists if has_lists else derivative.backward

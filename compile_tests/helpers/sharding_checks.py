@@ -57,18 +57,19 @@ def _process(rank: int, check: Callable[[DeviceMesh], Iterable[str]], mesh_shape
 def _first_kernel_call() -> Iterator[list[Any]]:
     """Collect the first kernel op that is called inside, with its arguments."""
     found: list[Any] = []
-    original = KernelOp._call
+    original = KernelOp.__call__
 
     def call(self: KernelOp, *args: Any) -> Any:
         if not found:
-            found.extend([self, *args])
+            flags = () if self.derivative.keeps is None else self.derivative.flags(args)
+            found.extend([self, *args, *flags])
         return original(self, *args)
 
-    KernelOp._call = call  # type: ignore[method-assign]
+    KernelOp.__call__ = call  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        KernelOp._call = original  # type: ignore[method-assign]
+        KernelOp.__call__ = original  # type: ignore[method-assign]
 
 
 def _placement(split: int | str) -> Placement:

@@ -10,13 +10,14 @@ many slots as tokens, and `exists` is a mask of the slots in use.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._ranks import Ranks, make_ranks, share_with, sum_over
+from llmk.losses._ranks import ALONE, Ranks, make_ranks, share_with, sum_over
 from llmk.ops.linear_loss.chunked import VocabSlice, vocab_slice
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy, outside_support
@@ -55,6 +56,7 @@ def check_is_tensor(name: str, value: Any) -> None:
 
 
 BATCH = ("input", "linear_weight", "target")
+CHECKED = itemgetter(*BATCH, "ignore_index")
 
 
 def check_batch(input: Any, linear_weight: Any, target: Any, ignore_index: Any, names: Sequence[str] = BATCH) -> None:
@@ -161,7 +163,7 @@ class Sequences:
     def from_rows(cls, mask: Tensor, pair_order: str | None = None) -> "Sequences":
         lengths, slots = mask.sum(-1, dtype=torch.float32), mask.shape[0]
         count = slots if pair_order is None else slots // 2
-        return cls(mask, None, slots, None, lengths, None, count, mask.sum(), Ranks(), pair_order)
+        return cls(mask, None, slots, None, lengths, None, count, mask.sum(), ALONE, pair_order)
 
     @classmethod
     def from_ids(cls, mask: Tensor, ids: Tensor, count: int | None, pair_order: str | None = None) -> "Sequences":
@@ -174,7 +176,7 @@ class Sequences:
             first = torch.arange(0, slots, group, device=ids.device, dtype=torch.int64)  # of a pair
             exists = first < F.pad(ids, (0, 1), value=-1).amax() + 1
             number = exists.sum()
-        return cls(mask, ids, slots, member, lengths, exists, number, mask.sum(), Ranks(), pair_order)
+        return cls(mask, ids, slots, member, lengths, exists, number, mask.sum(), ALONE, pair_order)
 
     def shared_by(self, ranks: Ranks) -> "Sequences":
         """Return the same with the lengths and numbers of all ranks."""
@@ -351,7 +353,7 @@ class Batch:
         count = resolve_num_sequences(arguments.get("num_sequences"), counted_by, arguments.get(counted_by))
         ids, support = arguments.get("sequence_ids"), arguments.get("support")
         order = resolve_pair_order(arguments["pair_order"], ids) if "pair_order" in arguments else None
-        check_batch(*[arguments[name] for name in (*BATCH, "ignore_index")])
+        check_batch(*CHECKED(arguments))
         own = own_classes(arguments["linear_weight"], arguments.get("vocab_group"))
         head, target, outside = Head.of(arguments, **own), arguments["target"], {}
         if support is not None:

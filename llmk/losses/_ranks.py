@@ -29,10 +29,13 @@ class Ranks:
     tokens: Groups = ()  # both
 
 
+ALONE = Ranks()
+
+
 def make_ranks(group: Any, context_group: Any = None) -> Ranks:
     """Check the groups that a caller gives, of which None is none."""
     if group is None and context_group is None:
-        return Ranks()
+        return ALONE
     sequences, context = _names("group", group), _names("context_group", context_group)
     if sequences and sequences == context and _num_ranks(context[0]) > 1:
         raise ValueError(f"context_group: expected other ranks than those of group, got {context[0]!r} for both")

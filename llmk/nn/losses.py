@@ -59,7 +59,8 @@ class CrossEntropyLoss(_OperatorLoss, operator="cross_entropy"):
     ) -> None:
         super().__init__()
         _check_class_weights(weight)
-        check_loss_numbers(reduction, label_smoothing, softcap, z_loss)
+        check_loss_numbers(reduction, label_smoothing, z_loss)
+        check_switch("softcap", softcap)
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
         self.softcap, self.z_loss = softcap, z_loss
@@ -96,7 +97,7 @@ class LinearCrossEntropyLoss(CrossEntropyLoss, operator="fused_linear_ce"):
         logits_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(weight, ignore_index, reduction, label_smoothing, softcap=softcap, z_loss=z_loss)
-        check_chunk_size(chunk_size)
+        check_chunk_size("chunk_size", chunk_size)
         self.chunk_size, self.skip_ignored, self.logits_dtype = chunk_size, skip_ignored, logits_dtype
 
     def forward(  # type: ignore[override]
@@ -162,7 +163,7 @@ class LinearLogProbs(_OperatorLoss, operator="linear_logprobs"):
         check_positive("temperature", temperature)
         check_finite("logit_scale", logit_scale)
         check_switch("softcap", softcap)
-        check_chunk_size(chunk_size)
+        check_chunk_size("chunk_size", chunk_size)
         check_flag("add_tail", add_tail)
         check_flag("entropy", entropy)
         self.temperature, self.logit_scale, self.softcap = temperature, logit_scale, softcap
@@ -200,7 +201,7 @@ class LinearTopK(_OperatorLoss, operator="linear_topk"):
         check_positive("temperature", temperature)
         check_finite("logit_scale", logit_scale)
         check_switch("softcap", softcap)
-        check_chunk_size(chunk_size)
+        check_chunk_size("chunk_size", chunk_size)
         self.k, self.temperature, self.logit_scale, self.softcap = k, temperature, logit_scale, softcap
         self.chunk_size = chunk_size
 
@@ -228,7 +229,7 @@ class InfoNCELoss(_OperatorLoss, operator="info_nce"):
         super().__init__()
         check_positive("temperature", temperature)
         check_option("reduction", reduction, CONTRASTIVE_REDUCTIONS)
-        check_chunk_size(chunk_size)
+        check_chunk_size("chunk_size", chunk_size)
         self.temperature, self.symmetric, self.reduction = temperature, symmetric, reduction
         self.chunk_size, self.group_name = chunk_size, group_name
 
@@ -290,7 +291,7 @@ class LinearJSDLoss(_OperatorLoss, operator="fused_linear_jsd"):
         check_positive("temperature", temperature)
         check_switch("softcap", softcap)
         check_switch("teacher_softcap", teacher_softcap)
-        check_chunk_size(chunk_size)
+        check_chunk_size("chunk_size", chunk_size)
         self.beta, self.temperature, self.softcap, self.teacher_softcap = beta, temperature, softcap, teacher_softcap
         self.ignore_index, self.skip_ignored, self.chunk_size = ignore_index, skip_ignored, chunk_size
         self.logits_dtype = logits_dtype

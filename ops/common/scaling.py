@@ -146,13 +146,11 @@ class SavedGradients:
         saved = self.gradients[index]
         dtype = saved.dtype if dtype is None else dtype
         counted = self.labels, self.ignore_index, of_tokens
-        if self.last and saved.dtype == dtype:
-            # It was an output of the forward pass: as it is, it would keep the graph alive as long as the gradient.
-            return self._scaled_in_place(saved.detach(), counted)
-        return self.scale(saved, self.grad, *counted, dtype)
-
-    def _scaled_in_place(self, saved: Tensor, counted: tuple[Tensor | None, int, bool]) -> Tensor:
-        """The same where `saved` is, which nobody reads again. A factor of 1 changes no bit of it."""
+        if not self.last or saved.dtype != dtype:
+            return self.scale(saved, self.grad, *counted, dtype)
+        # It was an output of the forward pass: as it is, it would keep the graph alive as long as the gradient. Nobody
+        # reads it again, so it is scaled where it is; a factor of 1 changes no bit of it.
+        saved = saved.detach()
         if not self.by_kernels:
             return saved.copy_(_scale_on_cpu(saved, self.grad, *counted, saved.dtype))
         with kernel_context(saved):

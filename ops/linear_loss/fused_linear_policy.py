@@ -96,7 +96,7 @@ class PolicyCall(GroupsCall):
 
     @property
     def token_tensors(self) -> tuple[str, ...]:
-        return "input", "target", "support", *(PER_TOKEN if self.tokens_are_groups else ())
+        return "input", "target", "support", *(PER_TOKEN if len(self.group) == 0 else ())
 
     def loss(self, groups: slice) -> Callable[[Tensor, Tensor], Tensor]:
         counts = self.grouped(self.target)[groups].long() != self.ignore_index  # int32 would wrap what it does not hold

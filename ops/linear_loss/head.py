@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -25,6 +26,8 @@ from llmk.registry.eager.bypass import PLAIN_TENSORS
 
 DIFFERENTIABLE = ["input", "linear_weight", "linear_bias"]
 """A linear layer's tensors, by their names in a call."""
+LINEAR: Callable[[Mapping[str, Any]], tuple[Any, ...]] = itemgetter(*DIFFERENTIABLE)
+"""Return them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,29 +67,16 @@ class Head(FromArguments):
         return given
 
 
+check_chunk_size: Callable[[str, Any], None] = partial(
+    check_number, low=0, high=math.inf, expected="a number of tokens, or 0 to have it chosen"
+)
 CHECKS: dict[str, Callable[[str, Any], None]] = {
     "temperature": check_positive,
     "logit_scale": check_finite,
     "softcap": check_switch,
+    "chunk_size": check_chunk_size,
 }
 """The checks of a projection's options by their names, of which an operator has some."""
-
-
-def checked_projection(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that the projection among an operator's arguments fits together, with the options that the operator has.
-
-    Return its tensors, cast under autocast, and whether logits are to be float32 or have the input's dtype. Which
-    classes the ranks have is checked with the process group.
-    """
-    linear = checked_linear(*itemgetter(*DIFFERENTIABLE)(arguments))
-    dtype, asked_for = linear[0].dtype, arguments.get("logits_dtype")
-    if asked_for not in (None, torch.float32, dtype):
-        raise TypeError(f"logits_dtype: expected None, torch.float32 or {dtype} as input, got {asked_for}")
-    for name, check in CHECKS.items():
-        if name in arguments:
-            check(name, arguments[name])
-    check_chunk_size(arguments["chunk_size"])
-    return {**dict(zip(DIFFERENTIABLE, linear, strict=True)), "float32_logits": asked_for in (None, torch.float32)}
 
 
 def scaled(logit_scale: float, input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -128,7 +118,3 @@ def check_linear(
     if linear_bias is not None:
         check_shape(b, linear_bias, linear_weight.shape[:1], f"one for each class of {w}")
     return cast_to
-
-
-def check_chunk_size(chunk_size: int) -> None:
-    check_number("chunk_size", chunk_size, 0, math.inf, "a number of tokens, or 0 to have it chosen")

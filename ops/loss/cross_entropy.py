@@ -42,6 +42,7 @@ from llmk.registry import (
     KernelOp,
     Sample,
     check_rows,
+    check_switch,
     empty,
     is_sharded,
     public_op,
@@ -279,7 +280,8 @@ def cross_entropy(
     https://arxiv.org/abs/2204.02311.
     """
     check_rows("input", input, "V")
-    check_loss_options(input.shape[-1], input, target, weight, reduction, label_smoothing, softcap, z_loss)
+    check_loss_options(input.shape[-1], input, target, weight, reduction, label_smoothing, z_loss)
+    check_switch("softcap", softcap)
     options = (weight, ignore_index, label_smoothing, softcap, z_loss)
     if reduction == "mean" and is_sharded(input, target):
         total, denominator, _ = cross_entropy_fwd(input, target, *options, "total")

@@ -14,7 +14,6 @@ from llmk.registry import (
     check_parameter,
     check_same,
     check_shape,
-    check_switch,
 )
 
 
@@ -58,19 +57,17 @@ def check_loss_options(
     weight: Tensor | None,
     reduction: str,
     label_smoothing: float,
-    softcap: float,
     z_loss: float,
 ) -> None:
     """The checks that the losses over a vocabulary share; `input` is what the target's shape follows."""
     check_classes("target", target, input)
     check_parameter("weight", weight, (classes,), "one for each class", "input", input)
-    check_loss_numbers(reduction, label_smoothing, softcap, z_loss)
+    check_loss_numbers(reduction, label_smoothing, z_loss)
 
 
-def check_loss_numbers(reduction: str, label_smoothing: float, softcap: float, z_loss: float) -> None:
+def check_loss_numbers(reduction: str, label_smoothing: float, z_loss: float) -> None:
     check_option("reduction", reduction, ("none", "mean", "sum"))
     check_number("label_smoothing", label_smoothing, 0.0, 1.0, "a number from 0 to 1")
-    check_switch("softcap", softcap)
     check_not_negative("z_loss", z_loss)
 
 

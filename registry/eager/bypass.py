@@ -65,7 +65,7 @@ def are_plain(args: Collection[Any]) -> bool:
 def is_plain_eager() -> bool:
     """Return True if a call from Python need not pass the dispatcher: nothing traces, transforms or looks on."""
     return not (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()
         or not settings.fast_path
         or dispatch_modes()
         or (count_function_modes() and looking_on())

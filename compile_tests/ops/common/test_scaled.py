@@ -22,13 +22,15 @@ T = torch.tensor([3, -100, 0, 10, 7, 1])
 def places(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record where what is scaled in place lies."""
     seen: list[int] = []
-    scale = SavedGradients._scaled_in_place
+    times = SavedGradients.times
 
-    def noted(self: SavedGradients, saved: Tensor, counted: Any) -> Tensor:
-        seen.append(saved.data_ptr())
-        return scale(self, saved, counted)
+    def noted(self: SavedGradients, index: int, *args: Any, **options: Any) -> Tensor:
+        found = times(self, index, *args, **options)
+        if found.data_ptr() == self.gradients[index].data_ptr():
+            seen.append(found.data_ptr())
+        return found
 
-    monkeypatch.setattr(SavedGradients, "_scaled_in_place", noted)
+    monkeypatch.setattr(SavedGradients, "times", noted)
     return seen
 
 

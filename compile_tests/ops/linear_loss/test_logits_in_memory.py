@@ -25,7 +25,7 @@ def test_rows_begin_at_aligned_addresses(device: torch.device, classes: int) -> 
     """Descriptors, and cuBLAS, read and write matrices whose rows do not one number at a time."""
     x, weight = (torch.randn(n, 8, dtype=torch.bfloat16, device=device) for n in (10, classes))
     rows = rows_of(x, weight, None, Plan(4, True, 2))
-    gradients, found = Gradients(rows.layer, rows.compacted, (True, True, False), (torch.float32,) * 3, True), []
+    gradients, found = Gradients(rows, (True, True, False), (torch.float32,) * 3), []
     for block in rows.blocks(gradients, torch.ones(10, device=device)):
         for each in (block.logits, block.gradient):
             assert each is not None
@@ -50,8 +50,8 @@ def test_gradients_are_those_of_all_rows(
     x, weight, bias = (torch.randn(n, device=device).to(dtype) for n in ((7, 4), (5, 4), (5,)))
     rows, counts = rows_of(x, weight, bias, Plan(chunk_rows, False, block_rows)), torch.ones(7, device=device)
     grad, outputs, counts[2] = torch.randn(7, 5, device=device).to(dtype), [], 0.0
-    gradients = Gradients(rows.layer, rows.compacted, (True, True, True), (torch.float32,) * 3, False)
-    scale = torch.full((), 0.25, device=device) if rows.layer.p_dtype == torch.float16 else None
+    gradients = Gradients(rows, (True, True, True), (torch.float32,) * 3)
+    scale = torch.full((), 0.25, device=device) if rows.projection.p_dtype == torch.float16 else None
     for block in rows.blocks(gradients, counts, scale):
         assert block.logits is not None
         assert block.gradient is not None
@@ -59,7 +59,7 @@ def test_gradients_are_those_of_all_rows(
         block.gradient.copy_(grad[block.rows] * (1.0 if scale is None else scale))
     torch.testing.assert_close(torch.cat(outputs), (x.double() @ weight.double().t() + bias).float())
     of_rows = grad.double() * counts.unsqueeze(1)
-    dx, dw, db = gradients.results(x.shape)
+    dx, dw, db = gradients.results()
     torch.testing.assert_close(dx, (of_rows @ weight.double()).float())
     torch.testing.assert_close(dw, (of_rows.t() @ x.double()).float())
     torch.testing.assert_close(db, of_rows.sum(0).float())

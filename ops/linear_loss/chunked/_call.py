@@ -14,7 +14,7 @@ from llmk.ops.common.scaling import SavedGradients, save_gradients, scale_op
 from llmk.ops.linear_loss.chunked._compacted import CompactedTokens
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice
 from llmk.ops.linear_loss.chunked.plan import Plan, plan
-from llmk.ops.linear_loss.head import DIFFERENTIABLE, checked_projection
+from llmk.ops.linear_loss.head import CHECKS, DIFFERENTIABLE, LINEAR, checked_linear
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
 from llmk.registry import CallOp, FromArguments, KernelOp, is_sharded
 from llmk.registry.checks import resolve_group
@@ -67,10 +67,6 @@ class LinearCall(FromArguments):
         sizes = self.tokens.numel(), self.input.shape[-1], self.mean_classes
         return plan(sizes, self.input.dtype, on_host=impl.on_host, chunk_size=self.chunk_size, **options)
 
-    @property
-    def rounds_logits(self) -> bool:
-        return not self.float32_logits and self.input.dtype != torch.float32
-
     @cached_property
     def tokens(self) -> torch.Size:
         return self.input.shape[:-1]
@@ -101,24 +97,35 @@ class LinearCall(FromArguments):
         """
         if self.input.dtype == torch.float16:
             return torch.float32, torch.float32, torch.float32
-        return dx_dtype(self.input.dtype, self.shard), self.input.dtype, torch.float32
+        return self.dx_dtype, self.input.dtype, torch.float32
 
     @property
     def recomputed_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """The same of gradients that a backward pass makes."""
-        return dx_dtype(self.input.dtype, self.shard), self.input.dtype, self.input.dtype
+        return self.dx_dtype, self.input.dtype, self.input.dtype
+
+    @property
+    def dx_dtype(self) -> torch.dtype:
+        """The dtype of the input's gradient: float32 where it is summed over ranks before it is rounded."""
+        return self.input.dtype if self.shard is None or not self.shard.dx_group_name else torch.float32
 
     @classmethod
     def checked(cls, arguments: Mapping[str, Any]) -> Self:
-        """Check the projection of a public operator's arguments, cast it under autocast, and return their call."""
-        call = cls.of(arguments, **checked_projection(arguments))
-        call.check_classes()
-        return call
+        """Check the projection of a public operator's arguments, cast it under autocast, and return their call.
 
-    def check_classes(self) -> None:
-        """Check that there are classes, among them those of this rank."""
-        own = self.linear_weight.shape[0]
-        first, num_classes = (0, own) if self.shard is None else self.shard[:2]
+        The options are those that the operator has; which classes the ranks have is checked with the process group.
+        """
+        linear = checked_linear(*LINEAR(arguments))
+        dtype, asked_for = linear[0].dtype, arguments.get("logits_dtype")
+        if asked_for not in (None, torch.float32, dtype):
+            raise TypeError(f"logits_dtype: expected None, torch.float32 or {dtype} as input, got {asked_for}")
+        for name, check in CHECKS.items():
+            if name in arguments:
+                check(name, arguments[name])
+        cast = dict(zip(DIFFERENTIABLE, linear, strict=True))
+        call = cls.of(arguments, **cast, float32_logits=asked_for in (None, torch.float32))
+        own = call.linear_weight.shape[0]
+        first, num_classes = (0, own) if call.shard is None else call.shard[:2]
         if first < 0:
             raise ValueError(f"vocab_start: expected a class, 0 or more, got {first}")
         if first + own > num_classes:
@@ -127,12 +134,8 @@ class LinearCall(FromArguments):
                 f"got {num_classes}"
             )
         if num_classes == 0:  # a rank may have none, not all of them
-            raise ValueError(f"linear_weight: expected at least one class, got shape {tuple(self.linear_weight.shape)}")
-
-
-def dx_dtype(dtype: torch.dtype, shard: VocabShard | None) -> torch.dtype:
-    """Return the dtype of the input's gradient: float32 where it is summed over ranks before it is rounded."""
-    return dtype if shard is None or not shard.dx_group_name else torch.float32
+            raise ValueError(f"linear_weight: expected at least one class, got shape {tuple(call.linear_weight.shape)}")
+        return call
 
 
 def local_fields(
@@ -147,20 +150,21 @@ def local_fields(
         linears: The names of each linear layer's input, weight and bias.
         others: The names of the tensors that are replicated over the mesh dimension.
     """
-    if PLAIN_TENSORS.issuperset([type(fields[weight]) for _, weight, _ in linears]):
-        return fields, lambda result: result, False
-    from llmk.ops.linear_loss.chunked._dtensors import on_this_rank  # which imports torch.distributed.tensor
+    for _, weight, _ in linears:
+        if type(fields[weight]) not in PLAIN_TENSORS:
+            from llmk.ops.linear_loss.chunked._dtensors import on_this_rank  # which imports torch.distributed.tensor
 
-    return on_this_rank(fields, linears, others)
+            return on_this_rank(fields, linears, others)
+    return fields, lambda result: result, False
 
 
-SLICE, LAYER = itemgetter(*VocabSlice.__annotations__), itemgetter(*DIFFERENTIABLE[:2])
+SLICE = itemgetter(*VocabSlice.__annotations__)
 
 
 def with_shard(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return an operator's arguments with the `shard` that they say; it is None where no group is named."""
     first, num_classes, group_name = SLICE(arguments)
-    shard, (input, linear_weight) = None, LAYER(arguments)
+    shard, (input, linear_weight, _) = None, LINEAR(arguments)
     if group_name:
         if is_sharded(input, linear_weight):
             raise ValueError(
@@ -210,13 +214,10 @@ class LinearOp(CallOp[C]):
             name, call_type, partial(run, KERNELS), on_host=on_host, outputs=outputs, fake=fake, flops=flops
         )
 
-    def save_call(self, ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
-        self._save_options(ctx, inputs)
-        super().save_call(ctx, inputs, *results)
-
     def recomputed_gradients(self, ctx: Any, backward: "LinearOp[C]", *grads: Tensor | None) -> Any:
         """Return the arguments' gradients in a backward formula, by `backward(call, *grads, *results, *need)`."""
         call, results = self.saved_call(ctx)
+        ctx.dtype, ctx.shard = call.input.dtype, call.shard
         return _argument_gradients(ctx, *backward(call, *grads, *results, *ctx.needs_input_grad[:3]))
 
     def save_gradients(
@@ -230,19 +231,17 @@ class LinearOp(CallOp[C]):
 
         Labels `[...]` of tokens may be given, all of which count but those with an index.
         """
-        self._save_options(ctx, inputs)
+        given = inputs[self._optional["shard"].places]
+        ctx.dtype, ctx.shard = inputs[0].dtype, VocabShard(*given) if any(given) else None
         save_gradients(ctx, *output[-3:], counted=counted)
 
     def scaled_gradients(self, ctx: Any, scale: KernelOp, grad: Tensor) -> Any:
         """Return the arguments' gradients in a backward formula: those saved, scaled by `scale`."""
         saved, (need_dx, need_dw, need_db) = SavedGradients(ctx, grad, scale), ctx.needs_input_grad[:3]
-        dx = saved.times(0, dx_dtype(ctx.dtype, ctx.shard), of_tokens=True) if need_dx else None
+        is_summed = ctx.shard is not None and ctx.shard.dx_group_name  # over ranks, in float32, which it is in
+        dx = saved.times(0, None if is_summed else ctx.dtype, of_tokens=True) if need_dx else None
         dw = saved.times(1, ctx.dtype) if need_dw else None
         return _argument_gradients(ctx, dx, dw, saved.times(2, ctx.dtype) if need_db else None)
-
-    def _save_options(self, ctx: Any, inputs: tuple[Any, ...]) -> None:
-        given = inputs[self._optional["shard"].places]
-        ctx.dtype, ctx.shard, ctx.arguments = inputs[0].dtype, VocabShard(*given) if any(given) else None, len(inputs)
 
     def differentiate_by_scaling(self) -> tuple[KernelOp, KernelOp]:
         """Register the derivative of an op whose forward pass makes the gradients of input, weight and bias.
@@ -263,10 +262,10 @@ class LinearOp(CallOp[C]):
 
 def _argument_gradients(ctx: Any, dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> Any:
     """Return a gradient or None for each argument; that of the input is summed over ranks and rounded once."""
-    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+    need_dx, need_dw, need_db, *others = ctx.needs_input_grad
     if need_dx and dx is not None:
         dx = (dx if ctx.shard is None else ctx.shard.sum_input_gradient(dx)).to(ctx.dtype)
-    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, *[None] * (ctx.arguments - 3)
+    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, *[None] * len(others)
 
 
 def recomputing_op(

@@ -129,7 +129,7 @@ class DivergenceRows:
         loss_grads = scaled(loss_grads, scale)
         ce_grads = None if ce_grads is None else scaled(ce_grads, scale)
         wanted = gradients is not None or sizes is not None
-        widest = max(teachers, key=lambda rows: rows.layer.V, default=student)
+        widest = max(teachers, key=lambda rows: rows.projection.V, default=student)
         buffer = widest.buffer(widest.plan.block_rows if teachers else 0)
         order = sorted(range(D), key=lambda i: maps[i] is None)  # those with a map first: the last writes all columns
         has_maps, has_plain = any(ids is not None for ids in maps), any(ids is None for ids in maps)

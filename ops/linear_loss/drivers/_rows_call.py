@@ -14,7 +14,7 @@ from llmk.ops.linear_loss.kernels import Implementation
 from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows
 from llmk.ops.linear_loss.rows.products import Weights
-from llmk.ops.linear_loss.rows.projection import ALIGNED, Gradients, Projection, projection_of
+from llmk.ops.linear_loss.rows.projection import ALIGNED, Projection, projection_of
 from llmk.registry import cdiv
 from llmk.registry.devices import kernels_on_cpu
 
@@ -47,8 +47,7 @@ class RowsCall(LinearCall):
     ) -> SoftmaxRows:
         """Return the rows of this call's tokens, which are compacted already."""
         chosen = self.plan(impl) if chosen is None else chosen
-        classes, ids = self.row_classes(), self.ignore_index
-        return SoftmaxRows(compacted, self.projection(impl), classes, ids, chosen, **options)
+        return SoftmaxRows(self.projection(impl), compacted, chosen, self.row_classes(), self.ignore_index, **options)
 
     def projection(self, impl: Implementation) -> Projection:
         """Return the projection of all rows."""
@@ -81,13 +80,6 @@ class RowsCall(LinearCall):
         """Return the exponentials `[N, V]` in a `kept_buffer`, of these tokens or of more; None where it has none."""
         N, columns, V = math.prod(self.tokens), self.kept_columns, self.linear_weight.shape[0]
         return None if kept.numel() < columns else kept[: N * columns].view(N, columns)[:, :V]
-
-
-def gradients_of(
-    rows: SoftmaxRows, need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-) -> Gradients:
-    """Return gradients to add to, of the rows' input, weight and bias."""
-    return Gradients(rows.projection, rows.compacted, need, dtypes, rows.plan.rounded_sums)
 
 
 def check_classes(impl: Implementation, classes: Tensor, call: RowsCall | DistillationCall) -> None:

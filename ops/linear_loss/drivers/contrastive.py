@@ -86,7 +86,7 @@ class ContrastiveCall(FromArguments):
                 raise ValueError(f"scale: expected one number, shape () or (1,), got {tuple(call.scale.shape)}")
         check_positive("temperature", call.temperature)
         check_option("reduction", call.reduction, REDUCTIONS)
-        check_chunk_size(call.chunk_size)
+        check_chunk_size("chunk_size", call.chunk_size)
         if call.group_name:
             resolve_group("group_name", call.group_name)
         return call
@@ -199,7 +199,7 @@ def stores_products(query: Tensor, impl: Implementation = KERNELS) -> bool:
 
 
 def _products(queries: LogitRows, block: Block) -> Products:
-    layer = queries.layer
+    layer = queries.projection
     return Products(layer.x[block.rows], layer.weights.weight, block.logits)
 
 
@@ -245,9 +245,9 @@ def _backward(
     row_grads, need = call.loss_gradients(grad), (need_query, need_key or need_negatives, False)
     column_grads = call.to_keys(row_grads) if call.symmetric else None
     key_dtype = torch.float32 if call.group_name else call.key.dtype
-    scale = float16_scale(queries.layer.p_dtype, need, lambda: _bound(row_grads, column_grads, factor))
+    scale = float16_scale(queries.projection.p_dtype, need, lambda: _bound(row_grads, column_grads, factor))
     dtypes = call.query.dtype, key_dtype, key_dtype
-    gradients = Gradients(queries.layer, queries.compacted, need, dtypes, queries.plan.rounded_sums)
+    gradients = Gradients(queries, need, dtypes)
     counts, of_rows = torch.ones_like(row_grads), scaled(row_grads, scale)
     columns = None if column_grads is None else LossGradients(column_stats, scaled(column_grads, scale))
 
@@ -259,7 +259,7 @@ def _backward(
 
     blocks = queries.blocks(gradients if any(need) else None, counts, scale)
     factor_grads = [factor_gradient(block) for block in blocks]
-    dquery, dkeys, _ = gradients.results(call.query.shape)
+    dquery, dkeys, _ = gradients.results()
     dkey, dnegatives = _of_own_keys(call, dkeys) if need[1] else (None, None)
     return (
         dquery if need_query else no_gradient(grad),

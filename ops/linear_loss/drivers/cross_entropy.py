@@ -22,11 +22,12 @@ from llmk.ops.linear_loss.chunked import (
     recomputing_op,
     with_shard,
 )
-from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gradients_of
-from llmk.ops.linear_loss.head import DIFFERENTIABLE, check_linear
+from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes
+from llmk.ops.linear_loss.head import DIFFERENTIABLE, LINEAR, check_linear
 from llmk.ops.linear_loss.kernels import Implementation
 from llmk.ops.linear_loss.kernels.transform import Transform
-from llmk.ops.linear_loss.rows.engine import RowParts, first_pass, in_forward, second_pass
+from llmk.ops.linear_loss.rows.engine import first_pass, in_forward, second_pass
+from llmk.ops.linear_loss.rows.projection import Gradients
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, log_total_of
 from llmk.ops.loss.cross_entropy_options import check_loss_options
 from llmk.registry import (
@@ -62,7 +63,7 @@ class CrossEntropyCall(RowsCall):
 
     @property
     def transform(self) -> Transform:
-        return Transform(softcap=self.softcap, rounded=self.rounds_logits)
+        return Transform(softcap=self.softcap, rounded=not self.float32_logits)
 
     def row_classes(self) -> Tensor:
         return self.target.reshape(-1, 1)
@@ -115,7 +116,7 @@ class CrossEntropy:
             return self.call.mask().float().sum() if counts is None else counts.view(()).float()
         return token_weights.sum()
 
-    def losses(self, rows: slice, results: RowResults | RowParts) -> Tensor:
+    def losses(self, rows: slice, results: RowResults) -> Tensor:
         """Return the loss of each of some rows, `[M]`: 0 of a row that does not count, whose results are."""
         smoothing, z_loss = self.call.label_smoothing, self.call.z_loss
         logprobs = results.logprobs.squeeze(-1)
@@ -173,7 +174,7 @@ def _forward(
     losses, weights = CrossEntropy(call), call.token_weights()
     total = None if reduction == "none" else losses.total(compacted, weights)
     rows, need = call.softmax_rows(impl, compacted, moments=call.with_metrics), (need_dx, need_dw, need_db)
-    gradients = gradients_of(rows, need, call.saved_dtypes)
+    gradients = Gradients(rows, need, call.saved_dtypes)
     if any(need):
         # The gradient of each token's loss, or one for all; the denominator of a mean is known before the logits. Where
         # weights make it 0 the tokens that count get gradients that are not finite, like the loss.
@@ -181,24 +182,24 @@ def _forward(
         if reduction == "mean" and total is not None:
             loss_grads = total.reciprocal() if weights is None else weights / total
         losses.differentiate(loss_grads)
-        parts = in_forward(rows, losses, gradients)
+        row_stats, results, is_largest = in_forward(rows, losses, gradients)
     else:
-        parts = first_pass(rows)
-    loss = losses.losses(slice(None), parts)
+        row_stats, results, is_largest = first_pass(rows)
+    loss = losses.losses(slice(None), results)
     if weights is not None:
         loss = loss * weights
     # Each output has memory of its own, also where it has none.
-    entropy, correct, stats, denominator = [loss.new_empty((0,)) for _ in range(4)]
+    entropy, correct, stats, denominator = map(loss.new_empty, [(0,)] * 4)
     if call.with_metrics:
-        correct = (parts.is_largest & losses.mask).float()
-        entropy, correct = _metrics(full_call, compacted, parts.entropy, correct, reduction)
+        correct = (is_largest & losses.mask).float()
+        entropy, correct = _metrics(full_call, compacted, results.entropy, correct, reduction)
     if total is not None and reduction == "total":
         denominator = total
     if reduction == "none":
-        loss, stats = compacted.scatter(loss), compacted.scatter_statistics(parts.statistics)
+        loss, stats = compacted.scatter(loss), compacted.scatter_statistics(row_stats)
     else:
         loss = loss.sum() / total if reduction == "mean" and total is not None else loss.sum()
-    return loss, entropy, correct, stats, denominator, *gradients.results(full_call.input.shape)
+    return loss, entropy, correct, stats, denominator, *gradients.results()
 
 
 def _metrics(
@@ -225,9 +226,9 @@ def _backward(
     losses.differentiate(grad if weights is None else grad * weights)
     rows = call.softmax_rows(impl, compacted)
 
-    gradients = gradients_of(rows, need, call.recomputed_dtypes)
+    gradients = Gradients(rows, need, call.recomputed_dtypes)
     second_pass(rows, stats, losses.gradients, gradients)
-    return gradients.results(full_call.input.shape)
+    return gradients.results()
 
 
 def _fake_forward(call: CrossEntropyCall, reduction: str, *need: bool) -> tuple[Tensor, ...]:
@@ -336,7 +337,7 @@ class CrossEntropyOps:
 
     def of_shard(self, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the same where they say who has which classes; without a group this rank has all of them."""
-        check_linear(*(arguments[name] for name in DIFFERENTIABLE))
+        check_linear(*LINEAR(arguments))
         fields, own = with_shard(arguments), arguments["linear_weight"].shape[0]
         fields["shard"] = fields["shard"] or VocabShard(0, own, group_name="", dx_group_name="")
         return self.forward(_checked_call(fields), arguments["reduction"])[:1]
@@ -352,7 +353,7 @@ def _checked_call(arguments: Mapping[str, Any]) -> CrossEntropyCall:
     call = CrossEntropyCall.checked(arguments)
     check_loss_options(
         call.num_classes, call.input, call.target, call.weight, arguments["reduction"], call.label_smoothing,
-        call.softcap, call.z_loss,
+        call.z_loss,
     )  # fmt: skip
     if call.row_weight is not None:
         check_dtype("row_weight", call.row_weight)

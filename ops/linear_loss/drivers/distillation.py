@@ -63,10 +63,10 @@ def _forward(
         rows.losses(None, loss_grads, ce_grads, sizes=sizes)
         return torch.stack(sizes).amax()
 
-    scale = float16_scale(student.layer.p_dtype, need, bound)
-    gradients = Gradients(student.layer, compacted, need, call.saved_dtypes, student.plan.rounded_sums)
+    scale = float16_scale(student.projection.p_dtype, need, bound)
+    gradients = Gradients(student, need, call.saved_dtypes)
     losses, nll = rows.losses(gradients if any(need) else None, loss_grads, ce_grads, scale)
-    rest = remaining, *gradients.results(full_call.input.shape)
+    rest = remaining, *gradients.results()
     divergences = torch.where(mask, losses * (teacher_weights * weights), 0.0).sum(-1)
     divergences = divergences if total else divergences / denominator
     if maps_are_valid is not None:

@@ -102,7 +102,7 @@ class DistillationCall(LinearCall):
         matrices = 1 + (len(self.teachers) > 0) + self.adds_gradients
         if any(each.vocab_map is not None for each in self.teachers):
             matrices += 2  # the student's logits of the map, and the gradient for these
-        plan, transform = self.plan(impl, matrices=matrices), Transform(rounded=self.rounds_logits)
+        plan, transform = self.plan(impl, matrices=matrices), Transform(rounded=not self.float32_logits)
 
         def layer(input: Tensor, weight: Tensor, bias: Tensor | None) -> LogitRows:
             weights = Weights(weight, None if bias is None else bias.contiguous(), None, transform)

@@ -26,12 +26,13 @@ from llmk.ops.linear_loss.chunked import (
     with_shard,
 )
 from llmk.ops.linear_loss.chunked.plan import Plan, fits
-from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes, gradients_of
+from llmk.ops.linear_loss.drivers._rows_call import RowsCall, check_classes
 from llmk.ops.linear_loss.head import DIFFERENTIABLE
 from llmk.ops.linear_loss.kernels import MAX_K, Candidates, Implementation
 from llmk.ops.linear_loss.kernels.transform import Transform
 from llmk.ops.linear_loss.rows.engine import SoftmaxRows, first_pass, in_forward, second_pass
 from llmk.ops.linear_loss.rows.logits import LogitRows
+from llmk.ops.linear_loss.rows.projection import Gradients
 from llmk.ops.linear_loss.rows.softmax import STATISTICS, RowGradients, RowResults, statistics
 from llmk.ops.linear_loss.rows.support import MOST_SUPPORT, check_support_ids
 from llmk.registry import (
@@ -58,7 +59,7 @@ class SoftmaxCall(RowsCall):
 
     @property
     def transform(self) -> Transform:
-        return Transform(self.logit_scale, 1.0 / self.temperature, self.softcap, self.rounds_logits)
+        return Transform(self.logit_scale, 1.0 / self.temperature, self.softcap, not self.float32_logits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +169,13 @@ def _forward(impl: Implementation, full_call: CandidatesCall, keep: bool) -> tup
     """Return log-probabilities, entropies, the statistics `[S, ...]` of each token, and exponentials that are kept."""
     compacted, call = full_call.compacted(impl)
     kept = full_call.kept_buffer(keep and full_call.keeps_exponentials)
-    parts = first_pass(call.rows(impl, compacted), call.kept_matrix(kept))
-    of_rows, tail = parts.logprobs, parts.tail
+    stats, results, _ = first_pass(call.rows(impl, compacted), call.kept_matrix(kept))
+    of_rows, tail = results.logprobs, results.tail
     if tail is not None:
         of_rows = torch.cat((of_rows, tail.unsqueeze(-1)), -1)
     logprobs = compacted.scatter_output(of_rows).view(full_call.logprobs_shape)
-    entropy = compacted.scatter_output(parts.entropy) if call.entropy else logprobs.new_empty((0,))
-    return logprobs, entropy, compacted.scatter_statistics(parts.statistics), kept
+    entropy = compacted.scatter_output(results.entropy) if call.entropy else logprobs.new_empty((0,))
+    return logprobs, entropy, compacted.scatter_statistics(stats), kept
 
 
 def _backward(
@@ -191,10 +192,10 @@ def _backward(
         grad, tail = grad[:, : call.candidates], grad[:, call.candidates] if call.add_tail else None
     grads = RowGradients(grad, None if entropy_grad is None else entropy_grad.reshape(-1), tail=tail)
     rows = call.rows(impl, compacted)
-    gradients = gradients_of(rows, (need_dx, need_dw, need_db), call.recomputed_dtypes)
+    gradients = Gradients(rows, (need_dx, need_dw, need_db), call.recomputed_dtypes)
     stats = compacted.gather_statistics(stats)
     second_pass(rows, stats, lambda block, _: grads.of(block), gradients, call.kept_matrix(kept))
-    return gradients.results(full_call.input.shape)
+    return gradients.results()
 
 
 def _fake_forward(call: CandidatesCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -306,7 +307,7 @@ def _topk(impl: Implementation, call: TopkCall, keep: bool) -> tuple[Tensor, Ten
     buffer = rows.buffer(rows.plan.block_rows) if logits is None else logits
     for block in (block for chunk in rows.chunks() for block in rows.slices(chunk)):
         y = buffer[: block.stop - block.start] if logits is None else logits[block]
-        sums, tiles = rows.layer.logits_and_sums(block, rows.end(block), y)
+        sums, tiles = rows.projection.logits_and_sums(block, rows.end(block), y)
         blocks.append(impl.topk.candidates(y, sums, tiles, call.k, call.first_class))
     part, keys, counts = zip(*blocks, strict=True)
     found = torch.cat(part, -1), torch.cat(keys), torch.cat(counts)
@@ -339,9 +340,9 @@ def _topk_backward(
         None,
         None if logsumexp_grad is None else logsumexp_grad.reshape(-1),
     )
-    gradients = gradients_of(rows, (need_dx, need_dw, need_db), call.recomputed_dtypes)
+    gradients = Gradients(rows, (need_dx, need_dw, need_db), call.recomputed_dtypes)
     second_pass(rows, statistics(m, total, nothing, nothing), lambda block, _: grads.of(block), gradients)
-    return gradients.results(call.input.shape)
+    return gradients.results()
 
 
 def _topk_sharding(input, *_):
@@ -375,7 +376,7 @@ class GroupsCall(LogprobsCall):
         """
         call = super().checked(with_shard(arguments))
         own, found = LogprobsCall.token_tensors.fget(call), call.token_tensors  # type: ignore[attr-defined]
-        if not set(own) <= set(found) or (set(found) != set(own) and not call.tokens_are_groups):
+        if not set(own) <= set(found) or (set(found) != set(own) and len(call.group) > 0):
             expected = f"{own}, and more only where a group is one token"
             raise TypeError(f"{cls.__name__}.token_tensors: expected {expected}, got {found}")
         return call
@@ -401,13 +402,9 @@ class GroupsCall(LogprobsCall):
         """The number of tokens of a group."""
         return math.prod(self.group)
 
-    @cached_property
-    def tokens_are_groups(self) -> bool:
-        return len(self.group) == 0
-
     def can_compact(self, impl: Implementation) -> bool:
         """Return True if tokens are skipped; on a CPU that would leave groups of any length, whose logits are twice."""
-        return super().can_compact(impl) and (self.tokens_are_groups or not impl.on_host)
+        return super().can_compact(impl) and (len(self.group) == 0 or not impl.on_host)
 
     @property
     def makes_gradients_again(self) -> bool:
@@ -419,7 +416,7 @@ class GroupsCall(LogprobsCall):
 
         On a CPU a group fits if it is no longer than a chunk that stays in cache.
         """
-        if self.tokens_are_groups:
+        if len(self.group) == 0:
             return self.plan(impl)
         group = max(self.group_rows, 1)
         if impl.on_host:
@@ -457,30 +454,30 @@ def _grouped(
 ) -> tuple[Tensor, ...]:
     """Return the loss, log-probabilities, entropies, and the gradients of input, weight and bias."""
     plan, need = full_call.plan_of_groups(impl), (need_dx, need_dw, need_db)
-    segment = None if plan is None or full_call.tokens_are_groups else plan.chunk_rows
+    segment = None if plan is None or len(full_call.group) == 0 else plan.chunk_rows
     compacted, call = full_call.compacted(impl, segment)
     rows = call.logprob_rows(impl, compacted, plan)
     needed = any(need) and rows.x.shape[0] > 0
-    gradients, kept, loss = gradients_of(rows, need, call.saved_dtypes), None, None
+    gradients, kept, loss = Gradients(rows, need, call.saved_dtypes), None, None
     if needed and plan is not None:
-        of_tokens = full_call.tokens_are_groups and compacted.index is not None
+        of_tokens = len(call.group) == 0 and compacted.index is not None
         objective = GroupObjective(call if of_tokens else full_call, _in_order(call) if of_tokens else compacted)
-        parts = in_forward(rows, objective, gradients)
+        stats, results, _ = in_forward(rows, objective, gradients)
         loss = None if of_tokens else objective.value
     else:
         kept = call.kept_matrix(call.kept_buffer(needed and call.keeps_exponentials))
-        parts = first_pass(rows, kept)
-    logprobs, entropy = map(compacted.scatter_output, (parts.logprobs.squeeze(-1), parts.entropy))
+        stats, results, _ = first_pass(rows, kept)
+    logprobs, entropy = map(compacted.scatter_output, (results.logprobs.squeeze(-1), results.entropy))
     if loss is not None:
-        return loss, logprobs, entropy, *gradients.results(full_call.input.shape)
+        return loss, logprobs, entropy, *gradients.results()
     value, given = full_call.loss(slice(None)), [full_call.grouped(each) for each in (logprobs, entropy)]
     if not needed or plan is not None:
-        return value(*given), logprobs, entropy, *gradients.results(full_call.input.shape)
+        return value(*given), logprobs, entropy, *gradients.results()
     loss, grads = gradient_of(value, *given)
     grad, entropy_grad = (None if g is None else compacted.gather(g.reshape(full_call.tokens)) for g in grads)
     of_rows = RowGradients(None if grad is None else grad.reshape(-1, 1), entropy_grad)
-    second_pass(rows, parts.statistics, lambda block, _: of_rows.of(block), gradients, kept)
-    return loss, logprobs, entropy, *gradients.results(full_call.input.shape)
+    second_pass(rows, stats, lambda block, _: of_rows.of(block), gradients, kept)
+    return loss, logprobs, entropy, *gradients.results()
 
 
 def _in_order(call: GroupsCall) -> CompactedTokens:

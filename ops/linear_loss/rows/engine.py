@@ -13,9 +13,9 @@ range holds no exponentials, for several classes of a row, over supports, and fo
 """
 
 import math
-from collections.abc import Callable, Iterable
-from operator import attrgetter
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,11 +28,11 @@ from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE
 from llmk.ops.linear_loss.rows.projection import (
     LARGEST_EXPONENT,
     Chunk,
+    ChunkedRows,
     Gradients,
     KernelProjection,
     Projection,
     RowMatrix,
-    matrix,
 )
 from llmk.ops.linear_loss.rows.softmax import (
     STATISTICS,
@@ -53,15 +53,19 @@ class Objective(Protocol):
         ...
 
 
-class SoftmaxRows:
+RowParts: TypeAlias = tuple[Tensor, RowResults, Tensor]
+"""Statistics `[5, M]` of rows, their results, and the mask `[M]` of those whose own class has the largest logit."""
+
+
+class SoftmaxRows(ChunkedRows):
     """The rows of a loss over a vocabulary, in chunks.
 
     Args:
-        compacted: Which tokens the rows are.
         projection: The linear layer, its transform, and the class weights of `RowResults.weighted`.
+        compacted: Which tokens the rows are.
+        plan: The chunks.
         classes: `[N, K]`, int32 or int64.
         ignore_index: A class that does not count.
-        plan: The chunks.
         moments: The entropy is asked for.
         leaves_out_own: A row's class is left out of its sums; else they are of all classes.
         with_tail: The log-probability of all classes that are not a row's, together, is asked for.
@@ -70,13 +74,14 @@ class SoftmaxRows:
     """
 
     def __init__(
-        self, compacted: CompactedTokens, projection: Projection, classes: Tensor, ignore_index: int, plan: Plan, *,
-        moments: bool = False, leaves_out_own: bool = True, with_tail: bool = False, support: Tensor | None = None,
+        self, projection: Projection, compacted: CompactedTokens, plan: Plan, classes: Tensor, ignore_index: int,
+        *, moments: bool = False, leaves_out_own: bool = True, with_tail: bool = False, support: Tensor | None = None,
         logits: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.compacted, self.projection, self.classes, self.plan = compacted, projection, classes.contiguous(), plan
+        super().__init__(projection, compacted, plan)
+        self.classes = classes.contiguous()
         self.moments, self.leaves_out_own, self.with_tail, self.logits = moments, leaves_out_own, with_tail, logits
-        self.x, self.weights, self.shard = projection.x, projection.weights, projection.shard
+        self.weights, self.shard = projection.weights, projection.shard
         self.transform = self.weights.transform
         shard = (0, projection.V) if self.shard is None else self.shard[:2]
         self.numbering, self._support = Numbering(ignore_index, *shard), None
@@ -87,18 +92,6 @@ class SoftmaxRows:
         # The exponentials of the sums may be the gradient, times a factor for each row.
         self.stores_exponentials = self.has_one_class and projection.keeps_exponentials
         self._all: tuple[Chunk, Classes] | None = None
-        self._whole_counts: dict[int, Tensor] = {}
-        self._ends: Tensor | None = None
-
-    def chunks(self) -> list[slice]:
-        """Return the rows of each chunk."""
-        N, step = self.x.shape[0], self.plan.chunk_rows
-        return [slice(start, min(start + step, N)) for start in range(0, N, step)]
-
-    def row_matrix(self) -> Tensor:
-        """Return an uninitialized P for the rows of a chunk."""
-        rows = min(self.plan.chunk_rows, self.x.shape[0])
-        return matrix(rows, self.projection.V, self.projection.p_dtype, self.x.device)
 
     def chunk(self, rows: slice) -> tuple[Chunk, Classes]:
         """Return some rows and their classes."""
@@ -110,22 +103,18 @@ class SoftmaxRows:
         if rows == everything:
             return self._all
         chunk, classes = (_cut(each, rows) for each in self._all)
-        return chunk._replace(rows=rows, end=self._count(rows)), classes
-
-    def _count(self, rows: slice) -> Tensor:
-        """Return the number of a chunk's rows that count, as far as the device knows it, int32 `[1]`."""
-        number, count = rows.stop - rows.start, self.compacted.count
-        if count is None:
-            if number not in self._whole_counts:
-                self._whole_counts[number] = torch.full((1,), number, dtype=torch.int32, device=self.x.device)
-            return self._whole_counts[number]
-        if self._ends is None:
-            self._ends = count.ends(self.plan.chunk_rows)
-        i = rows.start // self.plan.chunk_rows
-        return self._ends[i : i + 1]  # not needed of all rows together
+        return chunk._replace(rows=rows, end=self.end(rows)), classes
 
     def _prepared(self, rows: slice) -> tuple[Chunk, Classes]:
-        classes = self._located(rows)
+        is_raw = self.shard is not None  # what other ranks have comes before the transform
+        ids, transform = self.classes[rows], self.transform
+        if self.logits is None:
+            classes = self.projection.classes(rows, ids, self.numbering, raw=is_raw, left_out=self.has_one_class)
+        else:  # transformed already
+            transform, logits = Transform(), partial(self._kept_logits, rows)
+            classes = Classes.located(ids, self.numbering, self.projection.V, logits, None if is_raw else transform)
+        if self.shard is not None:
+            classes = classes.of_ranks(self.shard, transform)
         if self.with_tail or self.classes.shape[1] > 1:
             classes = classes.chosen(self.with_tail)
         mask = classes.counts.squeeze(1) if classes.best is None else classes.counts.any(-1)
@@ -144,25 +133,15 @@ class SoftmaxRows:
             y_left_out = classes.y.masked_fill(~others, float("-inf"))
         slope_own = None if classes.slopes is None else classes.own(classes.slopes)
         reference = torch.where(mask, reference, float("inf"))  # which says that a row does not count
-        return Chunk(rows, self._count(rows), mask, own, y_own, reference, slope_own, left_out, y_left_out), classes
+        return Chunk(rows, self.end(rows), mask, own, y_own, reference, slope_own, left_out, y_left_out), classes
 
-    def _located(self, rows: slice) -> Classes:
-        """Find the classes of some rows, and their logits of all ranks."""
-        is_raw = self.shard is not None  # what other ranks have comes before the transform
-        ids = self.classes[rows]
-        if self.logits is None:
-            classes = self.projection.classes(rows, ids, self.numbering, raw=is_raw, left_out=self.has_one_class)
-            return classes if self.shard is None else classes.of_ranks(self.shard, self.transform)
-        y, V, as_they_are = self.logits[rows], self.projection.V, Transform()
+    def _kept_logits(self, rows: slice, columns: Tensor) -> Tensor:
+        if self.logits is None or self.projection.V == 0:
+            return torch.zeros_like(columns, dtype=torch.float32)
+        return self.logits[rows].gather(1, columns.clamp(min=0).long())
 
-        def logits(columns: Tensor) -> Tensor:
-            return y.gather(1, columns.clamp(min=0).long()) if V > 0 else torch.zeros_like(columns, dtype=y.dtype)
-
-        classes = Classes.located(ids, self.numbering, V, logits, None if is_raw else as_they_are)
-        return classes if self.shard is None else classes.of_ranks(self.shard, as_they_are)
-
-    def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Tensor, RowResults, Tensor]:
-        """Return a chunk's statistics, its results, and if the own class is the largest; write exponentials to P."""
+    def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> RowParts:
+        """Return a chunk's part, and write exponentials to P."""
         stats, weighted, is_largest, own_results = self.projection.statistics(chunk, p, self.moments)
         if own_results is not None and self.has_one_class:
             logprobs, *others = own_results.unbind()
@@ -253,57 +232,23 @@ def _cut(whole: Any, rows: slice) -> Any:
     return type(whole)(*[value[rows] if isinstance(value, Tensor) else value for value in whole])
 
 
-def _joined(parts: Iterable[Tensor], axis: int = 0) -> Tensor:
-    first, *others = parts
-    return torch.cat([first, *others], axis) if others else first
-
-
-class RowParts:
-    """The results of rows and the statistics `[5, N]`, gathered from chunks when they are asked for.
-
-    Those of one chunk are as the chunk has them, and may share memory.
-    """
-
-    def __init__(self, rows: SoftmaxRows, parts: list[tuple[Tensor, RowResults, Tensor]]) -> None:
-        if not parts:
-            row = torch.zeros((0,), dtype=torch.float32, device=rows.x.device)
-            logprobs, stats = row.new_zeros((0, rows.classes.shape[1])), row.new_zeros((STATISTICS + rows.with_tail, 0))
-            parts = [(stats, RowResults(logprobs, row, row, row, row if rows.with_tail else None), row.bool())]
-        self._stats, self._results, self._largest = zip(*parts, strict=True)
-
-    @property
-    def statistics(self) -> Tensor:
-        return _joined(self._stats, -1)
-
-    @property
-    def is_largest(self) -> Tensor:
-        """The mask of the rows `[N]` whose own class is the largest."""
-        return _joined(self._largest)
-
-    @property
-    def logprobs(self) -> Tensor:
-        return _joined(map(attrgetter("logprobs"), self._results))
-
-    @property
-    def entropy(self) -> Tensor:
-        return _joined(map(attrgetter("entropy"), self._results))
-
-    @property
-    def logsumexp(self) -> Tensor:
-        return _joined(map(attrgetter("logsumexp"), self._results))
-
-    @property
-    def weighted(self) -> Tensor:
-        return _joined(map(attrgetter("weighted"), self._results))
-
-    @property
-    def tail(self) -> Tensor | None:
-        return None if self._results[0].tail is None else _joined(map(attrgetter("tail"), self._results))
+def _joined(rows: SoftmaxRows, parts: list[RowParts]) -> RowParts:
+    """Return what all rows have, given the parts of chunks; one is as it is, and may share memory."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        row = torch.zeros((0,), dtype=torch.float32, device=rows.x.device)
+        logprobs, stats = row.new_zeros((0, rows.classes.shape[1])), row.new_zeros((STATISTICS + rows.with_tail, 0))
+        return stats, RowResults(logprobs, row, row, row, row if rows.with_tail else None), row.bool()
+    stats, results, largest = zip(*parts, strict=True)
+    *joined, tails = zip(*results, strict=True)
+    tail = torch.cat(tails) if rows.with_tail else None
+    return torch.cat(stats, -1), RowResults(*map(torch.cat, joined), tail=tail), torch.cat(largest)
 
 
 def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) -> RowParts:
     """Make the results and the gradients of a loss that is local to each chunk."""
-    parts, p = [], rows.row_matrix()
+    parts, p = [], rows.buffer(rows.plan.chunk_rows, rows.projection.p_dtype)
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
         part = p[: block.stop - block.start]
@@ -313,7 +258,7 @@ def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) ->
         serves = rows.exponentials_serve(grads)
         made = rows.matrix_of(chunk, classes, stats, grads, part, part if serves else None)
         gradients.add(block, chunk.end, made)
-    return RowParts(rows, parts)
+    return _joined(rows, parts)
 
 
 def first_pass(rows: SoftmaxRows, kept: Tensor | None = None) -> RowParts:
@@ -325,7 +270,7 @@ def first_pass(rows: SoftmaxRows, kept: Tensor | None = None) -> RowParts:
         if kept is not None:
             own = rows.projection.own_entries(chunk, parts[-1][0])
             rows.projection.put(kept[block], chunk.own.unsqueeze(-1), own.unsqueeze(-1), chunk.end)
-    return RowParts(rows, parts)
+    return _joined(rows, parts)
 
 
 def second_pass(
@@ -348,6 +293,6 @@ def second_pass(
         if e is not None and grads.is_scaled_exponentials:  # the entries are there already
             made = rows.matrix_of(chunk, classes, of_rows, grads, e, e)._replace(own_stored=None)
         else:
-            p = rows.row_matrix() if p is None else p
+            p = rows.buffer(rows.plan.chunk_rows, rows.projection.p_dtype) if p is None else p
             made = rows.matrix_of(chunk, classes, of_rows, grads, p[: block.stop - block.start], e)
         gradients.add(block, chunk.end, made)

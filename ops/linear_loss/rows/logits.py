@@ -15,10 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked import CompactedTokens
-from llmk.ops.linear_loss.chunked.plan import Plan
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE
-from llmk.ops.linear_loss.rows.projection import LARGEST_EXPONENT, Gradients, Projection, RowMatrix, matrix
+from llmk.ops.linear_loss.rows.projection import LARGEST_EXPONENT, ChunkedRows, Gradients, RowMatrix
 
 END = 15
 """Scaled numbers are at most 2**15, half of what float16 ends at, of which a rounding error is a small part."""
@@ -58,36 +56,18 @@ class Block(NamedTuple):
     gradient: Tensor | None  # [M, V], where to write that of the logits: over these if it is not to be added
 
 
-class LogitRows:
+class LogitRows(ChunkedRows):
     """The rows of a linear layer whose logits exist a block at a time, which the next block overwrites."""
-
-    def __init__(self, layer: Projection, compacted: CompactedTokens, plan: Plan) -> None:
-        self.layer, self.compacted, self.plan, self.N = layer, compacted, plan, layer.x.shape[0]
-        self._ends: dict[int, Tensor] = {}
-
-    def buffer(self, rows: int, dtype: torch.dtype = torch.float32, more: int = 0) -> Tensor:
-        """Return an uninitialized matrix of so many rows, or of all, and some more columns."""
-        return matrix(min(rows, self.N), self.layer.V + more, dtype, self.layer.x.device)
 
     def logits(self, rows: slice, count: Tensor, buffer: Tensor) -> Tensor:
         """Return the logits of a block, written to a buffer with as many columns or more."""
-        z = buffer[: rows.stop - rows.start, : self.layer.V]
-        self.layer.logits(rows, count, z)
+        z = buffer[: rows.stop - rows.start, : self.projection.V]
+        self.projection.logits(rows, count, z)
         return z
 
-    def end(self, rows: slice) -> Tensor:
-        """Return how many of some rows count, int32 `[1]`."""
-        if self.compacted.count is not None:
-            return self.compacted.count.end(rows)
-        number = rows.stop - rows.start  # most chunks have as many
-        if number not in self._ends:
-            self._ends[number] = torch.full((1,), number, dtype=torch.int32, device=self.layer.x.device)
-        return self._ends[number]
-
-    def chunks(self) -> Iterator[slice]:
-        """Yield the rows of each chunk, one at least."""
-        for start in range(0, max(self.N, 1), self.plan.chunk_rows):
-            yield slice(start, min(start + self.plan.chunk_rows, self.N))
+    def chunks(self) -> list[slice]:
+        """Return the rows of each chunk, one at least."""
+        return super().chunks() or [slice(0, 0)]
 
     def slices(self, chunk: slice) -> Iterator[slice]:
         """Yield the rows of each block of a chunk, one at least."""
@@ -103,13 +83,13 @@ class LogitRows:
         That has no rows but those with a 1 among `counts`, float32 `[N]`, and is `scale` times what it is.
         """
         buffer = self.buffer(self.plan.block_rows) if self.plan.block_rows else None
-        p = None if gradients is None else self.buffer(self.plan.chunk_rows, self.layer.p_dtype)
+        p = None if gradients is None else self.buffer(self.plan.chunk_rows, self.projection.p_dtype)
         factor = counts if counts is None or scale is None else counts * (FLOAT16_SCALE / scale)
         for chunk in self.chunks():
             for rows in self.slices(chunk):
                 count = self.end(rows)
                 z = None if buffer is None else self.logits(rows, count, buffer)
                 yield Block(rows, count, z, z if p is None else p[rows.start - chunk.start : rows.stop - chunk.start])
-            if gradients is not None and p is not None and factor is not None and self.N > 0:
+            if gradients is not None and p is not None and factor is not None and self.x.shape[0] > 0:
                 of_chunk = RowMatrix(p[: chunk.stop - chunk.start], factor[chunk].unsqueeze(0))
                 gradients.add(chunk, self.end(chunk), of_chunk)

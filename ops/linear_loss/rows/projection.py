@@ -7,7 +7,6 @@ matrices in plain PyTorch, where a chunk's logits become what P is. A CPU comput
 the dtype, and rounds at the end.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard, gather_rows, ordered
+from llmk.ops.linear_loss.chunked.plan import Plan
 from llmk.ops.linear_loss.rows import products
 from llmk.ops.linear_loss.rows.classes import Classes, Numbering
 from llmk.ops.linear_loss.rows.products import FLOAT16_SCALE, OwnClasses, Rows, Weights
@@ -403,36 +403,88 @@ def _row_sums(x: Tensor) -> Tensor:
 Projection: TypeAlias = KernelProjection | MatrixProjection
 
 
-class Gradients:
-    """The gradients of input, weight and bias that are needed, as sums over chunks; the others are empty."""
+class ChunkedRows:
+    """The rows of a projection, which are these tokens, in the chunks of a plan."""
 
-    def __init__(
-        self, projection: Projection, compacted: CompactedTokens, need: Sequence[bool],
-        dtypes: Sequence[torch.dtype], rounded_sums: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, projection: Projection, compacted: CompactedTokens, plan: Plan) -> None:
+        self.projection, self.compacted, self.plan, self.x = projection, compacted, plan, projection.x
+        self._ends: dict[int, Tensor] = {}
+        self._chunk_ends: Tensor | None = None
+
+    def chunks(self) -> list[slice]:
+        """Return the rows of each chunk."""
+        N, step = self.x.shape[0], self.plan.chunk_rows
+        return list(map(slice, range(0, N, step), (*range(step, N, step), N)))
+
+    def buffer(self, rows: int, dtype: torch.dtype = torch.float32, more: int = 0) -> Tensor:
+        """Return an uninitialized matrix of so many rows, or of all, and some more columns."""
+        return matrix(min(rows, self.x.shape[0]), self.projection.V + more, dtype, self.x.device)
+
+    def end(self, rows: slice) -> Tensor:
+        """Return how many rows of a chunk, or of a block of it, count as far as the device knows, int32 `[1]`."""
+        number, step, count = rows.stop - rows.start, self.plan.chunk_rows, self.compacted.count
+        if count is None:
+            if number not in self._ends:  # most have as many
+                self._ends[number] = torch.full((1,), number, dtype=torch.int32, device=self.x.device)
+            return self._ends[number]
+        if self._chunk_ends is None:
+            self._chunk_ends = count.ends(step)
+        i, first = divmod(rows.start, step)
+        end = self._chunk_ends[i : i + 1]
+        is_chunk = first == 0 and (number >= step or rows.stop == self.x.shape[0])
+        return end if is_chunk else (end - first).clamp_(0, number)
+
+
+class Gradients:
+    """The gradients of input, weight and bias that are needed, as sums over chunks; the others are empty.
+
+    Args:
+        rows: All rows.
+        need: Which are needed.
+        dtypes: The dtypes in which they are returned.
+    """
+
+    def __init__(self, rows: ChunkedRows, need: Sequence[bool], dtypes: Sequence[torch.dtype]) -> None:
+        projection, compacted = rows.projection, rows.compacted
         self.projection, self.compacted, self.need, self.dtypes = projection, compacted, tuple(need), tuple(dtypes)
         x, (V, H) = projection.x, projection.weights.weight.shape
         device, own_kernels = x.device, isinstance(projection, KernelProjection)
-        total = x.dtype if rounded_sums and own_kernels and x.dtype == torch.bfloat16 else torch.float32
-        N = math.prod(compacted.shape)
+        rounded = rows.plan.rounded_sums and own_kernels and x.dtype == torch.bfloat16
         # Kernels write the rows that count to their places; of other tokens nothing is written.
         make = torch.empty if compacted.index is None else torch.zeros
         make_sum = torch.empty if x.shape[0] > 0 else torch.zeros
         dx_dtype = self.dtypes[0] if own_kernels else torch.float32
-        self.dx = make((N if need[0] else 0, H if need[0] else 0), dtype=dx_dtype, device=device)
-        self.dw = make_sum((V, H) if need[1] else (0,), dtype=total, device=device)
+        self.dx = make((*compacted.shape, H) if need[0] else (0,), dtype=dx_dtype, device=device)
+        self.dx_rows = self.dx.view(-1, H) if need[0] else self.dx
+        self.dw = make_sum((V, H) if need[1] else (0,), dtype=x.dtype if rounded else torch.float32, device=device)
         self.db = make_sum((V,) if need[2] else (0,), dtype=torch.float32, device=device)
 
-    def add(self, place: slice, end: Tensor, rows: RowMatrix) -> None:
+    def add(self, at: slice, end: Tensor, rows: RowMatrix) -> None:
         """Add the gradients of some rows, of which the first `end` count; the first ones overwrite."""
-        if self.projection.V == 0:
+        projection, first, p = self.projection, at.start == 0, rows.p
+        if projection.V == 0:
             if self.need[0]:
                 self.dx.zero_()
             return
-        if isinstance(self.projection, KernelProjection):
-            self._add_by_kernels(self.projection, place, end, rows)
-        else:
-            self._add_matrices(self.projection, place, end, rows)
+        if isinstance(projection, KernelProjection):
+            return self._add_by_kernels(projection, at, end, rows)
+        if rows.own is not None and rows.own_stored is not None:
+            projection.put(p, rows.own.unsqueeze(-1), rows.own_stored.unsqueeze(-1), end)
+        if rows.columns is not None and rows.stored is not None:
+            projection.put(p, rows.columns, rows.stored, end)
+        factor = rows.factors[0].unsqueeze(-1)
+        counts = factor != 0
+        if self.need[0]:
+            dx = torch.where(counts, torch.mm(p, projection.weights.weight) * factor, 0.0)
+            self.dx_rows[at if self.compacted.index is None else self.compacted.index[at]] = dx
+        x = torch.where(counts, projection.x[at] * factor, 0.0)
+        if self.need[1] and first:
+            torch.mm(p.t(), x, out=self.dw)
+        elif self.need[1]:
+            self.dw.addmm_(p.t(), x)
+        if self.need[2]:
+            db = torch.mv(p.t(), torch.where(counts, factor, 0.0).squeeze(-1))
+            self.db = db if first else self.db.add_(db)
 
     def _add_by_kernels(self, projection: KernelProjection, at: slice, count: Tensor, rows: RowMatrix) -> None:
         first, scaled = at.start == 0, projection.scratch_rows(rows.p.shape[0])
@@ -449,7 +501,7 @@ class Gradients:
             projection.put(rows.p, rows.columns, rows.stored * unit, count)
         weight, index = projection.weights.weight, self.compacted.index
         place = None if index is None else index[at]
-        dx = self.dx if index is not None else self.dx[at]
+        dx = self.dx_rows if index is not None else self.dx_rows[at]
         if all(self.need[:2]) and products.fit_one_launch(of_rows, rows.p, scaled, weight, self.dw):
             of_input = products.InputGradient(factors, dx, place)
             products.both_gradients(of_rows, rows.p, weight, of_input, scaled, self.dw, add=not first)
@@ -461,30 +513,9 @@ class Gradients:
         if self.need[2]:
             products.bias_gradient(rows.p, rows.factors[0], self.db, count, scale=1 / unit, add=not first)
 
-    def _add_matrices(self, projection: MatrixProjection, at: slice, count: Tensor, rows: RowMatrix) -> None:
-        first, p, weight = at.start == 0, rows.p, projection.weights.weight
-        if rows.own is not None and rows.own_stored is not None:
-            projection.put(p, rows.own.unsqueeze(-1), rows.own_stored.unsqueeze(-1), count)
-        if rows.columns is not None and rows.stored is not None:
-            projection.put(p, rows.columns, rows.stored, count)
-        factor = rows.factors[0].unsqueeze(-1)
-        counts = factor != 0
-        if self.need[0]:
-            dx = torch.where(counts, torch.mm(p, weight) * factor, 0.0)
-            self.dx[at if self.compacted.index is None else self.compacted.index[at]] = dx
-        x = torch.where(counts, projection.x[at] * factor, 0.0)
-        if self.need[1] and first:
-            torch.mm(p.t(), x, out=self.dw)
-        elif self.need[1]:
-            self.dw.addmm_(p.t(), x)
-        if self.need[2]:
-            db = torch.mv(p.t(), torch.where(counts, factor, 0.0).squeeze(-1))
-            self.db = db if first else self.db.add_(db)
-
-    def results(self, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients, that of the input in its shape."""
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
         dx, dw, db = map(torch.Tensor.to, (self.dx, self.dw, self.db), self.dtypes)
-        return dx.view(*shape) if self.need[0] else dx.view(0), dw, db
+        return dx, dw, db
 
 
 def _float16_scales(factor: Tensor) -> tuple[Tensor, Tensor, float]:
