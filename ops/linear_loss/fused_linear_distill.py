@@ -124,6 +124,9 @@ def _distribution_reference(logprobs: Tensor, present: Tensor, add_tail: bool, o
 class TeachersCall(DistillationCall):
     """A call with D teachers, those with hidden states first."""
 
+    token_tensors = (
+        "input", "teacher_input", "teacher_ids", "teacher_logprobs", "labels", "row_weight", "teacher_weight"
+    )  # fmt: skip
     teacher_weight: Tensor | None  # [..., D]
     teacher_input: Sequence[Tensor]  # [..., H'] each
     teacher_linear_weight: Sequence[Tensor]  # [V, H'] each
@@ -177,10 +180,6 @@ class TeachersCall(DistillationCall):
     @property
     def term_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (self.num_teachers,), ()
-
-    @property
-    def token_tensors(self) -> tuple[str, ...]:
-        return "input", "teacher_input", "teacher_ids", "teacher_logprobs", "labels", "row_weight", "teacher_weight"
 
 
 KERNEL_OPS = DistillationOps("fused_linear_distill", call_type=TeachersCall)

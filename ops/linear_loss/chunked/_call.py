@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from llmk.registry.eager.bypass import PLAIN_TENSORS
 class LinearCall(FromArguments):
     """A linear layer over classes, which may be sharded over ranks, and the tokens that count."""
 
+    token_tensors: ClassVar[tuple[str, ...]] = ("input",)
+    """The names of the tensors with a row for each token, which may be None, and of lists of them."""
     input: Tensor  # [..., H]
     linear_weight: Tensor  # [V, H]
     linear_bias: Tensor | None  # [V]
@@ -33,11 +35,6 @@ class LinearCall(FromArguments):
     skip_ignored: bool = False  # do no work for tokens that do not count
     chunk_size: int  # 0: chosen
     shard: VocabShard | None = None  # None: the weight has all classes
-
-    @property
-    def token_tensors(self) -> tuple[str, ...]:
-        """The names of the tensors with a row for each token, which may be None, and of lists of them."""
-        raise NotImplementedError
 
     def mask(self) -> Tensor:
         """Return the mask of the tokens that count, `[...]`."""

@@ -46,6 +46,7 @@ from llmk.registry import (
 class CrossEntropyCall(RowsCall):
     """A linear layer and the cross entropy of its outputs."""
 
+    token_tensors = "input", "target", "row_weight"
     target: Tensor  # [...]
     weight: Tensor | None  # [classes of all ranks]
     row_weight: Tensor | None = None  # the target's shape
@@ -53,10 +54,6 @@ class CrossEntropyCall(RowsCall):
     softcap: float
     z_loss: float
     with_metrics: bool = False  # return entropies and correctness too
-
-    @property
-    def token_tensors(self) -> tuple[str, ...]:
-        return "input", "target", "row_weight"
 
     def mask(self) -> Tensor:
         return self.target.long() != self.ignore_index  # int32 would wrap an index that it does not hold

@@ -155,14 +155,11 @@ class DistillationCall(LinearCall):
 class OneTeacherCall(DistillationCall):
     """A call with one teacher at the student's temperature."""
 
+    token_tensors = "input", "teacher_input", "labels", "row_weight"
     teacher_input: Tensor  # [..., H']
     teacher_linear_weight: Tensor  # [V, H']
     teacher_linear_bias: Tensor | None  # [V]
     teacher_softcap: float
-
-    @property
-    def token_tensors(self) -> tuple[str, ...]:
-        return "input", "teacher_input", "labels", "row_weight"
 
     @property
     def teachers(self) -> list[Teacher]:

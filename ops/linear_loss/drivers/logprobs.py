@@ -66,12 +66,9 @@ class SoftmaxCall(RowsCall):
 class LogprobsCall(SoftmaxCall):
     """A linear layer and the classes whose log-probabilities are returned."""
 
+    token_tensors = "input", "target", "support"
     target: Tensor  # [...] or [..., K]
     support: Tensor | None = None  # [..., L]: the classes over which the softmax is, padded with negative ids
-
-    @property
-    def token_tensors(self) -> tuple[str, ...]:
-        return "input", "target", "support"
 
     @classmethod
     def checked(cls, arguments: Mapping[str, Any]) -> Self:
@@ -375,7 +372,7 @@ class GroupsCall(LogprobsCall):
             TypeError: `token_tensors` leaves out a tensor of tokens, or has more where groups are of several.
         """
         call = super().checked(with_shard(arguments))
-        own, found = LogprobsCall.token_tensors.fget(call), call.token_tensors  # type: ignore[attr-defined]
+        own, found = LogprobsCall.token_tensors, call.token_tensors
         if not set(own) <= set(found) or (set(found) != set(own) and len(call.group) > 0):
             expected = f"{own}, and more only where a group is one token"
             raise TypeError(f"{cls.__name__}.token_tensors: expected {expected}, got {found}")
