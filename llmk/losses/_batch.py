@@ -10,7 +10,6 @@ many slots as tokens, and `exists` is a mask of the slots in use.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -56,7 +55,7 @@ def check_is_tensor(name: str, value: Any) -> None:
 
 
 BATCH = ("input", "linear_weight", "target")
-CHECKED = itemgetter(*BATCH, "ignore_index")
+REFERENCE = ("ref_input", "ref_linear_weight", "ref_linear_bias")
 
 
 def check_batch(input: Any, linear_weight: Any, target: Any, ignore_index: Any, names: Sequence[str] = BATCH) -> None:
@@ -353,7 +352,7 @@ class Batch:
         count = resolve_num_sequences(arguments.get("num_sequences"), counted_by, arguments.get(counted_by))
         ids, support = arguments.get("sequence_ids"), arguments.get("support")
         order = resolve_pair_order(arguments["pair_order"], ids) if "pair_order" in arguments else None
-        check_batch(*CHECKED(arguments))
+        check_batch(*[arguments[name] for name in (*BATCH, "ignore_index")])
         own = own_classes(arguments["linear_weight"], arguments.get("vocab_group"))
         head, target, outside = Head.of(arguments, **own), arguments["target"], {}
         if support is not None:
@@ -392,16 +391,16 @@ class Batch:
 
         Either they are given, or the model's hidden states and projection.
         """
-        names, arguments = ("ref_input", "ref_linear_weight", "ref_linear_bias"), self.arguments
+        arguments = self.arguments
         logps = arguments["ref_logps"]
         if logps is not None:
-            for name in names:
+            for name in REFERENCE:
                 if arguments[name] is not None:
                     kind = type(arguments[name]).__name__
                     raise ValueError(f"{name}: expected None beside ref_logps, got a {kind}")
             check_per_sequence("ref_logps", logps, self.sequences.slots, self.target)
             return logps.detach().float()
-        hidden, weight, bias = [arguments[name] for name in names]
+        hidden, weight, bias = [arguments[name] for name in REFERENCE]
         _check_reference(self.head, hidden, weight, bias)
         bias = None if bias is None else bias.detach()
         model = self.with_head(input=hidden.detach(), linear_weight=weight.detach(), linear_bias=bias)
@@ -491,16 +490,15 @@ def _check_reference(head: Head, ref_input: Any, ref_linear_weight: Any, ref_lin
     for name, value in (("ref_input", ref_input), ("ref_linear_weight", ref_linear_weight)):
         if value is None:
             raise ValueError(f"{name}: expected a tensor where ref_logps is None, got None")
-        check_is_tensor(name, value)
-    check_other_model(head.input, ref_input, ref_linear_weight, ref_linear_bias, "ref_")
+    check_other_model(head.input, ref_input, ref_linear_weight, ref_linear_bias, REFERENCE)
     if ref_linear_weight.shape[0] != head.linear_weight.shape[0]:
         classes, got = head.linear_weight.shape[0], ref_linear_weight.shape[0]
         raise ValueError(f"ref_linear_weight: expected the classes of linear_weight, {classes}, got {got}")
 
 
-def check_other_model(input: Tensor, hidden: Any, weight: Any, bias: Any, prefix: str) -> None:
-    """Check another model's hidden states and projection, which are arguments whose names begin with `prefix`."""
-    x, w, b = (f"{prefix}{name}" for name in ("input", "linear_weight", "linear_bias"))
+def check_other_model(input: Tensor, hidden: Any, weight: Any, bias: Any, names: Sequence[str]) -> None:
+    """Check another model's hidden states and projection, which are arguments of these names."""
+    x, w, b = names
     check_is_tensor(x, hidden)
     check_is_tensor(w, weight)
     if bias is not None:

@@ -15,8 +15,8 @@ from llmk.losses._batch import (
     VocabGroup,
     check_between,
     check_denominator,
-    check_is_tensor,
     check_list,
+    check_other_model,
     check_tensor,
     cross_entropy_sum,
     denominator_of,
@@ -24,6 +24,7 @@ from llmk.losses._batch import (
 )
 from llmk.losses._policy import token_denominator
 from llmk.ops.linear_loss.chunked import VocabSlice
+from llmk.ops.linear_loss.drivers.distillation_call import TEACHER
 from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
@@ -226,7 +227,7 @@ class _Teachers(NamedTuple):
 def _teachers(arguments: Mapping[str, Any]) -> _Teachers:
     """Check the teachers' arguments, single ones or lists of D, and return the lists."""
     given = {name: arguments[name] for name in (*_Teachers.__annotations__, "teacher_logit_scale")}
-    target, one = arguments["target"], isinstance(given["teacher_input"], Tensor)
+    one = isinstance(given["teacher_input"], Tensor)
     if not one:
         check_list("teacher_input", given["teacher_input"], "tensors, or a tensor")
     if given["teacher_temperature"] is None:
@@ -236,14 +237,8 @@ def _teachers(arguments: Mapping[str, Any]) -> _Teachers:
     inputs, weights, biases, maps, temperatures, softcaps, scales = lists.values()
     for i, (x, weight, bias, scale) in enumerate(zip(inputs, weights, biases, scales, strict=True)):
         place = "" if one else f"[{i}]"
-        check_is_tensor(f"teacher_input{place}", x)
-        check_is_tensor(f"teacher_linear_weight{place}", weight)
-        if bias is not None:
-            check_is_tensor(f"teacher_linear_bias{place}", bias)
+        check_other_model(arguments["input"], x, weight, bias, [f"{name}{place}" for name in TEACHER])
         check_finite(f"teacher_logit_scale{place}", scale)
-        if x.dim() != 3 or x.shape[:2] != target.shape:
-            expected = f"({target.shape[0]}, {target.shape[1]}, H)"
-            raise ValueError(f"teacher_input{place}: expected shape {expected} like input, got {tuple(x.shape)}")
     if any(bias is not None for bias in biases):
         biases = [w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
     layers = [scaled(*each) for each in zip(scales, inputs, biases, strict=True)]

@@ -19,6 +19,7 @@ from llmk.losses._batch import (
     denominator_of,
 )
 from llmk.losses.distillation import Means
+from llmk.ops.linear_loss.drivers.distillation_call import TEACHER
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.head import Head, scaled
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
@@ -86,7 +87,7 @@ def draft(
     check_between("position_decay", position_decay, 0.0, 1.0)
     check_denominator("num_items_in_batch", num_items_in_batch)
     batches = [Batch.of({**arguments, "input": each}) for each in steps]
-    check_other_model(steps[0], teacher_input, teacher_linear_weight, teacher_linear_bias, "teacher_")
+    check_other_model(steps[0], teacher_input, teacher_linear_weight, teacher_linear_bias, TEACHER)
     check_finite("logit_scale", logit_scale)
     check_finite("teacher_logit_scale", teacher_logit_scale)
     check_switch("teacher_softcap", teacher_softcap)

@@ -82,53 +82,18 @@ def ordered(mask: Tensor, dtype: torch.dtype, segment: int) -> tuple[Tensor, Ten
 
 
 @dataclass(frozen=True)
-class RowCounts:
-    """The number of rows that count, the first ones of every `segment` rows; only the device knows it."""
-
-    counts: Tensor  # int32 [segments]
-    segment: int
-
-    def end(self, rows: slice) -> Tensor:
-        """Return the number of some rows of one segment that count, int32 `[1]`."""
-        i, first = divmod(rows.start, self.segment)
-        count = self.counts[i : i + 1]
-        if rows.stop - rows.start == self.segment:
-            return count
-        return (count - first).clamp_(0, rows.stop - rows.start)
-
-    def ends(self, rows: int) -> Tensor:
-        """Return how many count of every so many rows, which are a segment, or a part where there is one segment."""
-        if rows >= self.segment:
-            return self.counts
-        first = torch.arange(0, self.segment, rows, dtype=torch.int32, device=self.counts.device)
-        return (self.counts - first).clamp_(0, rows)
-
-    def past(self, rows: int) -> Tensor:
-        """Return the mask of the first `rows` rows that do not count."""
-        places = torch.arange(self.segment, dtype=torch.int32, device=self.counts.device)
-        return (places >= self.counts.unsqueeze(-1)).view(-1)[:rows]
-
-    def scatter_rows(self, x: Tensor, index: Tensor, out: Tensor) -> None:
-        """Copy the rows of x `[M, H]` that count to their places `[M]` in out `[M, H]`, and zeros to the others'."""
-        M, H = x.shape
-        if M * H > 0:
-            wrap_triton(scatter_kernel)[(cdiv(M * H, BLOCK),)](
-                x, index, self.counts, out, M, H, self.segment, *x.stride(), *out.stride(), BLOCK=BLOCK, num_warps=4
-            )
-
-
-@dataclass(frozen=True)
 class CompactedTokens:
     """The tokens that a loss is computed for, out of N tokens `[...]`: all of them, or those that count in their order.
 
-    Where the host knows their number n only they are gathered, and `count` is None. On a GPU, where the host would have
-    to wait for it, the others follow them: n is N, and `count` has the number that count. There the tokens may be
-    compacted within each segment of so many, which keeps a group in the rows of its segment.
+    Where the host knows their number n only they are gathered, and `counts` is None. On a GPU, where the host would
+    have to wait for it, the others follow them: n is N, and only the device knows how many count. There the tokens may
+    be compacted within each segment of so many, which keeps a group in the rows of its segment.
     """
 
     shape: tuple[int, ...]
     index: Tensor | None = None  # [n], None for all tokens
-    count: RowCounts | None = None
+    counts: Tensor | None = None  # int32 [segments], how many count, the first ones of each
+    segment: int = 0
 
     @classmethod
     def of(cls, mask: Tensor, *, on_host: bool, segment: int | None = None) -> "CompactedTokens":
@@ -140,22 +105,35 @@ class CompactedTokens:
         most = max(mask.shape[0], 1)  # no tokens are one segment of none that counts
         segment = most if segment is None else min(segment, most)
         index, counts = ordered(mask, torch.int64, segment)
-        return cls(shape, index, RowCounts(counts, segment))
+        return cls(shape, index, counts, segment)
 
     def part(self, rows: slice) -> "CompactedTokens":
-        """Return the tokens of one segment's rows by themselves, `[rows]`."""
+        """Return the tokens of a segment by themselves, `[rows]`."""
         shape = (rows.stop - rows.start,)
         if self.index is None:
             return CompactedTokens(shape)
-        assert self.count is not None
-        return CompactedTokens(shape, self.index[rows] - rows.start, RowCounts(self.count.end(rows), *shape))
+        assert self.counts is not None
+        i = rows.start // self.segment
+        return CompactedTokens(shape, self.index[rows] - rows.start, self.counts[i : i + 1], *shape)
+
+    def ends(self, counts: Tensor, rows: int) -> Tensor:
+        """Return how many count of every so many rows, which are a segment, or a part where there is one segment."""
+        if rows >= self.segment:
+            return counts
+        first = torch.arange(0, self.segment, rows, dtype=torch.int32, device=counts.device)
+        return (counts - first).clamp_(0, rows)
+
+    def past(self, counts: Tensor) -> Tensor:
+        """Return the mask of the rows that do not count, and of those that fill up the last segment."""
+        places = torch.arange(self.segment, dtype=torch.int32, device=counts.device)
+        return (places >= counts.unsqueeze(-1)).view(-1)
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather the rows of `[..., *rest]` of these tokens: `[n, *rest]`."""
         rows = x.reshape(math.prod(self.shape), *x.shape[len(self.shape) :])
         if self.index is None:
             return rows
-        if self.count is None:
+        if self.counts is None:
             return rows[self.index]
         out = torch.empty((self.index.shape[0], *rows.shape[1:]), dtype=x.dtype, device=x.device)
         gather_rows(_matrix(rows), self.index, _matrix(out))
@@ -166,12 +144,17 @@ class CompactedTokens:
         shape = (*self.shape, *rows.shape[1:])
         if self.index is None:
             return rows.view(shape)
-        if self.count is None:
+        if self.counts is None:
             out = torch.zeros((math.prod(self.shape), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
             out[self.index] = rows
         else:
             out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-            self.count.scatter_rows(_matrix(rows), self.index, _matrix(out))
+            x, y = _matrix(rows), _matrix(out)
+            if x.numel() > 0:
+                wrap_triton(scatter_kernel)[(cdiv(x.numel(), BLOCK),)](
+                    x, self.index, self.counts, y, *x.shape, self.segment, *x.stride(), *y.stride(), BLOCK=BLOCK,
+                    num_warps=4,
+                )  # fmt: skip
         return out.view(shape)
 
     def scatter_output(self, rows: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class CrossEntropy:
         if self.weights is not None:
             return (self.weights if token_weights is None else self.weights * token_weights).sum()
         if token_weights is None:
-            counts = None if compacted.count is None else compacted.count.counts  # of one segment
+            counts = compacted.counts  # of one segment
             return self.call.mask().float().sum() if counts is None else counts.view(()).float()
         return token_weights.sum()
 
@@ -179,7 +179,7 @@ def _forward(
         if reduction == "mean" and total is not None:
             loss_grads = total.reciprocal() if weights is None else weights / total
         losses.differentiate(loss_grads)
-        row_stats, results, is_largest = in_forward(rows, losses, gradients)
+        row_stats, results, is_largest = in_forward(rows, losses.gradients, gradients)
     else:
         row_stats, results, is_largest = first_pass(rows)
     loss = losses.losses(slice(None), results)
@@ -206,8 +206,8 @@ def _metrics(
     if reduction == "none":
         return compacted.scatter_output(entropy), compacted.scatter_output(correct)
     count = call.mask().sum()
-    if compacted.count is not None:
-        past = compacted.count.past(entropy.shape[0])
+    if compacted.counts is not None:
+        past = compacted.past(compacted.counts)[: entropy.shape[0]]
         entropy, correct = entropy.masked_fill(past, 0.0), correct.masked_fill(past, 0.0)
     return entropy.sum() / count, correct.sum() / count
 

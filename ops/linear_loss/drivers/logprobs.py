@@ -458,8 +458,10 @@ def _grouped(
     gradients, kept, loss = Gradients(rows, need, call.saved_dtypes), None, None
     if needed and plan is not None:
         of_tokens = len(call.group) == 0 and compacted.index is not None
-        objective = GroupObjective(call if of_tokens else full_call, _in_order(call) if of_tokens else compacted)
-        stats, results, _ = in_forward(rows, objective, gradients)
+        objective = GroupObjective(
+            *((call, CompactedTokens(tuple(call.tokens))) if of_tokens else (full_call, compacted))
+        )
+        stats, results, _ = in_forward(rows, objective.gradients, gradients)
         loss = None if of_tokens else objective.value
     else:
         kept = call.kept_matrix(call.kept_buffer(needed and call.keeps_exponentials))
@@ -475,10 +477,6 @@ def _grouped(
     of_rows = RowGradients(None if grad is None else grad.reshape(-1, 1), entropy_grad)
     second_pass(rows, stats, lambda block, _: of_rows.of(block), gradients, kept)
     return loss, logprobs, entropy, *gradients.results()
-
-
-def _in_order(call: GroupsCall) -> CompactedTokens:
-    return CompactedTokens(tuple(call.tokens))
 
 
 def _fake_grouped(call: GroupsCall, *need: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ range holds no exponentials, for several classes of a row, over supports, and fo
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -43,15 +43,6 @@ from llmk.ops.linear_loss.rows.softmax import (
     row_results,
 )
 from llmk.ops.linear_loss.rows.support import Support
-
-
-class Objective(Protocol):
-    """A loss of what rows give."""
-
-    def gradients(self, rows: slice, results: RowResults) -> RowGradients:
-        """Return the gradients of the results of some rows, which are whole groups."""
-        ...
-
 
 RowParts: TypeAlias = tuple[Tensor, RowResults, Tensor]
 """Statistics `[5, M]` of rows, their results, and the mask `[M]` of those whose own class has the largest logit."""
@@ -246,15 +237,20 @@ def _joined(rows: SoftmaxRows, parts: list[RowParts]) -> RowParts:
     return torch.cat(stats, -1), RowResults(*map(torch.cat, joined), tail=tail), torch.cat(largest)
 
 
-def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) -> RowParts:
-    """Make the results and the gradients of a loss that is local to each chunk."""
+def in_forward(
+    rows: SoftmaxRows, row_gradients: Callable[[slice, RowResults], RowGradients], gradients: Gradients
+) -> RowParts:
+    """Make the results and the gradients of a loss that is local to each chunk, given a function for those of results.
+
+    The rows of a chunk, which the function gets, are whole groups.
+    """
     parts, p = [], rows.buffer(rows.plan.chunk_rows, rows.projection.p_dtype)
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
         part = p[: block.stop - block.start]
         found = stats, results, _ = rows.results(chunk, classes, part if rows.stores_exponentials else None)
         parts.append(found)
-        grads = objective.gradients(block, results)
+        grads = row_gradients(block, results)
         serves = rows.exponentials_serve(grads)
         made = rows.matrix_of(chunk, classes, stats, grads, part, part if serves else None)
         gradients.add(block, chunk.end, made)

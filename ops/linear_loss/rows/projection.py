@@ -422,13 +422,13 @@ class ChunkedRows:
 
     def end(self, rows: slice) -> Tensor:
         """Return how many rows of a chunk, or of a block of it, count as far as the device knows, int32 `[1]`."""
-        number, step, count = rows.stop - rows.start, self.plan.chunk_rows, self.compacted.count
-        if count is None:
+        number, step = rows.stop - rows.start, self.plan.chunk_rows
+        if self.compacted.counts is None:
             if number not in self._ends:  # most have as many
                 self._ends[number] = torch.full((1,), number, dtype=torch.int32, device=self.x.device)
             return self._ends[number]
         if self._chunk_ends is None:
-            self._chunk_ends = count.ends(step)
+            self._chunk_ends = self.compacted.ends(self.compacted.counts, step)
         i, first = divmod(rows.start, step)
         end = self._chunk_ends[i : i + 1]
         is_chunk = first == 0 and (number >= step or rows.stop == self.x.shape[0])
