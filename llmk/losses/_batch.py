@@ -266,27 +266,29 @@ class Sequences:
 
 
 def make_sequences(
-    input: Tensor, target: Tensor, ignore_index: int, sequence_ids: Any, count: int | None, order: str | None,
-    ranks: Ranks,
+    mask: Tensor, sequence_ids: Any, count: int | None, order: str | None, ranks: Ranks, of: Tensor,
+    names: tuple[str, str] = ("input", "target"),
 ) -> Sequences:  # fmt: skip
-    """Return the sequences of a checked batch, in pairs if these have an order.
+    """Return the sequences of a checked batch from the mask of its tokens, in pairs if these have an order.
 
-    `count` is the number of sequences in a packed batch if an argument gives it.
+    `count` is the number of sequences in a packed batch if an argument gives it. Messages name `of`, which has a value
+    or more for each token, and what has the mask's shape.
     """
-    B = target.shape[0]
-    mask = target.long() != ignore_index  # int32 would wrap an index that it does not hold
+    B, (name, like) = mask.shape[0], names
     if sequence_ids is None:
         if order is not None and B % 2:
-            raise ValueError(f"input: expected an even number of sequences, a chosen and a rejected a pair, got {B}")
+            raise ValueError(f"{name}: expected an even number of sequences, a chosen and a rejected a pair, got {B}")
         return Sequences.from_rows(mask, order).shared_by(ranks)
-    check_per_token("sequence_ids", sequence_ids, target, INTEGERS)
+    check_per_token("sequence_ids", sequence_ids, mask, INTEGERS, like)
     if B != 1:
-        raise ValueError(f"sequence_ids: expected input of shape [1, T, H] with it, got {tuple(input.shape)}")
+        expected = "[1, T, H]" if of.dim() == 3 else "[1, T]"
+        raise ValueError(f"sequence_ids: expected {name} of shape {expected} with it, got {tuple(of.shape)}")
     if count is not None and order is not None and count % 2:
         raise ValueError(f"num_sequences: expected an even number, a chosen and a rejected a pair, got {count}")
     if count is None and order == "halves":
         raise ValueError("num_sequences: expected the number of sequences with pair_order 'halves', got None")
-    check_count_known(count, ranks)
+    if count is None and ranks.context:  # whose slots must be the same
+        raise ValueError("num_sequences: expected the same number on all ranks of context_group, got None")
     return Sequences.from_ids(mask, sequence_ids, count, order).shared_by(ranks)
 
 
@@ -301,12 +303,6 @@ def resolve_pair_order(pair_order: str | None, sequence_ids: Tensor | None) -> s
         return "halves"
     check_option("pair_order", pair_order, PAIR_ORDERS)
     return pair_order
-
-
-def check_count_known(count: int | None, ranks: Ranks) -> None:
-    """Check that a packed batch has the same slots on all ranks that share its sequences."""
-    if count is None and ranks.context:
-        raise ValueError("num_sequences: expected the same number on all ranks of context_group, got None")
 
 
 def resolve_num_sequences(num_sequences: int | None, name: str, sequence_values: Any) -> int | None:
@@ -357,7 +353,8 @@ class Batch:
         head, target, outside = Head.of(arguments, **own), arguments["target"], {}
         if support is not None:
             target, outside = _without_unsupported(head, target, support, ranks)
-        sequences = make_sequences(head.input, target, head.ignore_index, ids, count, order, ranks)
+        mask = target.long() != head.ignore_index  # int32 would wrap an index that it does not hold
+        sequences = make_sequences(mask, ids, count, order, ranks, head.input)
         return cls(arguments, head, target, sequences, support, outside)
 
     def per_token(self, name: str) -> Tensor | None:

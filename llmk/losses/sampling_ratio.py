@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from llmk.losses._batch import (
-    INTEGERS,
     MASKS,
     NUMBERS,
     Sequences,
-    check_count_known,
     check_is_tensor,
     check_per_token,
     check_tensor,
+    make_sequences,
     mean_over_tokens,
     resolve_num_sequences,
 )
@@ -123,13 +122,7 @@ def _sequences(
     check_per_token("sampler_logps", sampler_logps, logps, like="logps")
     check_per_token("mask", mask, logps, MASKS, like="logps")
     count = resolve_num_sequences(num_sequences, "num_sequences", None)
-    if sequence_ids is None:
-        return Sequences.from_rows(mask.bool()).shared_by(ranks)
-    check_per_token("sequence_ids", sequence_ids, logps, INTEGERS, like="logps")
-    if logps.shape[0] != 1:
-        raise ValueError(f"sequence_ids: expected logps of shape [1, T] with it, got {tuple(logps.shape)}")
-    check_count_known(count, ranks)
-    return Sequences.from_ids(mask.bool(), sequence_ids, count).shared_by(ranks)
+    return make_sequences(mask.bool(), sequence_ids, count, None, ranks, logps, ("logps", "logps"))
 
 
 def _log_ratio(level: str, difference: Tensor, sequences: Sequences) -> Tensor:

@@ -366,22 +366,23 @@ class MatrixProjection:
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
         _, y, slope = self._transformed(chunk)
         distance = y.sub_(reference.unsqueeze(-1)).masked_fill_(~chunk.mask.unsqueeze(-1), float("-inf"))
-        e = distance.exp()
-        value = torch.where(e > 0, e * (a.unsqueeze(-1) + b.unsqueeze(-1) * distance), e * a.unsqueeze(-1))
-        if u is not None and self.weights.class_weight is not None:
-            value += u.unsqueeze(-1) * self.weights.class_weight.float()
-        value = value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0)
+        value = self._gradients(chunk, distance.exp(), distance, (a, b, u))
         p.copy_(value if slope is None else value * slope)
 
     def from_exponentials(
         self, chunk: Chunk, e: Tensor, scale: Tensor, numbers: tuple[Tensor, Tensor, Tensor | None], p: Tensor
     ) -> None:
-        a, b, u = numbers
         e = e * scale.unsqueeze(-1)
-        value = torch.where(e > 0, e * (a.unsqueeze(-1) + b.unsqueeze(-1) * e.log()), e * a.unsqueeze(-1))
-        if u is not None and self.weights.class_weight is not None:
-            value += u.unsqueeze(-1) * self.weights.class_weight.float()
-        p.copy_(value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0))
+        p.copy_(self._gradients(chunk, e, e.log(), numbers))
+
+    def _gradients(
+        self, chunk: Chunk, e: Tensor, log_e: Tensor, numbers: tuple[Tensor, Tensor, Tensor | None]
+    ) -> Tensor:  # fmt: skip
+        (a, b, u), class_weight = numbers, self.weights.class_weight
+        value = torch.where(e > 0, e * (a.unsqueeze(-1) + b.unsqueeze(-1) * log_e), e * a.unsqueeze(-1))
+        if u is not None and class_weight is not None:
+            value += u.unsqueeze(-1) * class_weight.float()
+        return value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0)
 
     def from_logits(self, chunk: Chunk, y: Tensor, reference: Tensor, a: Tensor, p: Tensor) -> None:
         torch.mul((y - reference.unsqueeze(-1)).exp_(), a.unsqueeze(-1), out=p)
