@@ -5,43 +5,67 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
+def require_runs(code: str) -> None:
     """Run code in a process of its own, which has imported nothing."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def require_runs(code: str) -> None:
-    done = run(code)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_import_loads_no_operator_and_nothing_of_the_compiler() -> None:
-    """These are the two seconds that it took; an installed backend is found by its entry point."""
-    require_runs("""
+def without(package: str, module: str, install: str) -> str:
+    """Return code that uses a module where a package is missing: the error names it, with what to install."""
+    return f"""
+sys.modules[{package!r}] = None
+try:
+    import llmk
+    {module}
+except ModuleNotFoundError as error:
+    said = str(error)
+assert said == {f"{module} needs the package {package}: pip install {install}"!r}, said
+"""
+
+
+IMPORTS = {
+    # These are the two seconds that it took; an installed backend is found by its entry point.
+    "no operator, and nothing of the compiler": """
+before = set(sys.modules)
+from llmk.registry.private import compilers
+compilers.entry_points = lambda **asked: [asked]
+import llmk.opcheck.__main__  # which imports llmk and llmk.opcheck
+new = sys.modules.keys() - before
+heavy = ("llmk.ops", "llmk.nn", "llmk.losses", "torch._dynamo", "torch.distributed.tensor")
+assert not [name for name in new if name.startswith(heavy)], new
+""",
+    # PyTorch's compiler replaces a function of PyTorch's when it is first imported, in a first call maybe.
+    "loading the compiler is no side effect of an operator": """
+from llmk.opcheck.promises.settings import remember_state, restore_state
+remember_state()
+import torch._dynamo
+assert restore_state() == []
+""",
+    "without triton": without("triton", "llmk", "triton"),
+    "without transformers": without("transformers", "llmk.transformers", "'llmk[transformers]'"),
+    "without trl": without("trl", "llmk.trl", "'llmk[trl]'"),
+    "frameworks": """
+import importlib.util
+if importlib.util.find_spec("trl") is not None:
+    import llmk
+    llmk.transformers.patch, llmk.trl.patch, llmk.verl.patch, llmk.estimate.estimate
+""",
+}
+
+
+def test_imports() -> None:
+    """Each in a process of its own, forked from one that has imported PyTorch and Triton alone."""
+    require_runs(f"""
         import sys, torch, triton
-        from llmk.registry.private import compilers
-        compilers.entry_points = lambda **asked: [asked]
-        before = set(sys.modules)
-        import llmk.opcheck.__main__  # which imports llmk and llmk.opcheck
-        new = sys.modules.keys() - before
-        heavy = ("llmk.ops", "llmk.nn", "llmk.losses", "torch._dynamo", "torch.distributed.tensor")
-        assert not [name for name in new if name.startswith(heavy)], new
-    """)
-
-
-def test_loading_the_compiler_is_no_side_effect_of_an_operator() -> None:
-    """PyTorch's compiler replaces a function of PyTorch's when it is first imported, in a first call maybe."""
-    require_runs("""
-        from llmk.opcheck.promises.settings import remember_state, restore_state
-        remember_state()
-        import torch._dynamo
-        assert restore_state() == []
+        from compile_tests.helpers.forked import forked
+        for name, code in {IMPORTS!r}.items():
+            done = forked(1, lambda: exec(code, {{"sys": sys}}))
+            assert done["codes"] == [0], (name, done)
     """)
 
 
@@ -82,23 +106,3 @@ def test_first_uses() -> None:
             import torch._inductor.compile_fx, torch.distributed.tensor, compile_tests.helpers.without_cpp
             compile_tests.helpers.without_cpp.write_no_cpp()
     """)
-
-
-def test_modules_of_frameworks_are_attributes() -> None:
-    pytest.importorskip("trl")
-    require_runs("import llmk; llmk.transformers.patch, llmk.trl.patch, llmk.verl.patch, llmk.estimate.estimate")
-
-
-@pytest.mark.parametrize(
-    ("module", "package", "install"),
-    [
-        ("llmk", "triton", "triton"),
-        ("llmk.transformers", "transformers", "'llmk[transformers]'"),
-        ("llmk.trl", "trl", "'llmk[trl]'"),
-    ],
-)
-def test_a_missing_package_is_named_with_what_to_install(module: str, package: str, install: str) -> None:
-    done = run(f"import sys; sys.modules[{package!r}] = None; import llmk; {module}")
-    line = f"ModuleNotFoundError: {module} needs the package {package}: pip install {install}"
-    assert done.stderr.splitlines()[-1] == line
-    assert done.returncode == 1

@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import Cost, KernelOp, Sample, axes, cdiv, check_dtype, jit, public_op, wrap_triton
+from llmk.registry import Cost, KernelOp, Sample, axes, cdiv, check_dtype, empty, jit, public_op, wrap_triton
 
 
 def leaky_relu_squared_reference(input: Tensor, negative_slope: float = 0.01) -> Tensor:
@@ -52,7 +52,7 @@ BLOCK_N = 1024
 
 def _leaky_relu_squared_fwd(input: Tensor, negative_slope: float) -> Tensor:
     x = input.contiguous()
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = empty(x.shape, x.dtype, x.device)
     grid = (cdiv(x.numel(), BLOCK_N),)
     wrap_triton(leaky_relu_squared_kernel)[grid](x, y, x.numel(), negative_slope, BLOCK_N=BLOCK_N)
     return y
@@ -60,7 +60,7 @@ def _leaky_relu_squared_fwd(input: Tensor, negative_slope: float) -> Tensor:
 
 def _leaky_relu_squared_bwd(grad: Tensor, input: Tensor, negative_slope: float) -> Tensor:
     dy, x = grad.contiguous(), input.contiguous()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = empty(x.shape, x.dtype, x.device)
     grid = (cdiv(x.numel(), BLOCK_N),)
     wrap_triton(leaky_relu_squared_backward_kernel)[grid](dy, x, dx, x.numel(), negative_slope, BLOCK_N=BLOCK_N)
     return dx

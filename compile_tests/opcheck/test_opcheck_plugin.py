@@ -8,16 +8,23 @@ from pathlib import Path
 import pytest
 
 from compile_tests.helpers.own_op import OWN_OP
+from compile_tests.helpers.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = "values_and_gradients or no_mutation or batch_invariant or edge_rows"
 
 
+RUN = """
+import os, sys, pytest
+os.chdir(os.path.dirname(__file__))
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # it may be installed
+sys.exit(pytest.main(["-p", "llmk_pytest", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
 def run_pytest(folder: Path, *arguments: str) -> tuple[int, list[str]]:
-    command = [sys.executable, "-m", "pytest", "-p", "llmk_pytest", "-p", "no:cacheprovider", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # it may be installed
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    (folder / "run.py").write_text(RUN)
+    done = run_script(folder / "run.py", *arguments)
     return done.returncode, (done.stdout + done.stderr).splitlines()
 
 
@@ -54,4 +61,6 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
 
 def test_other_runs_do_not_import_llmk(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("import sys\n\ndef test_it():\n    assert 'torch' not in sys.modules\n")
-    assert run_pytest(tmp_path)[0] == 0
+    (tmp_path / "run.py").write_text(RUN)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, tmp_path / "run.py"], env=environment, check=False).returncode == 0
