@@ -4,12 +4,16 @@ A fork has the server's modules, so an import that a file lacks may go unseen, a
 `tools.installed` and `make train` start fresh ones.
 """
 
+import faulthandler
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,9 +25,19 @@ from compile_tests.helpers.without_cpp import write_no_cpp
 def run_script(file: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run `file` with one thread, from the root of the repository: its exit code and what it wrote."""
     words = [str(file), *map(str, arguments)]
+    return _forked(partial(_run_file, words), words, ROOT)
+
+
+def run_module(command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+    """Stand for `subprocess.run` of `python -X faulthandler -m MODULE ARGUMENTS`."""
+    assert command[1:4] == ["-X", "faulthandler", "-m"]
+    return _forked(partial(_run_module, command[4:], env), command, Path.cwd())
+
+
+def _forked(run: Callable[[], None], words: Sequence[str], where: Path) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = server().Process(target=_run, args=(words, out, err))
+        process = server().Process(target=_redirected, args=(run, where, out, err))
         process.start()
         process.join()
         code = process.exitcode
@@ -31,13 +45,24 @@ def run_script(file: Path, *arguments: object) -> subprocess.CompletedProcess[st
         return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
 
 
-def _run(words: list[str], out: Path, err: Path) -> None:
+def _redirected(run: Callable[[], None], where: Path, out: Path, err: Path) -> None:
     for stream, file in ((1, out), (2, err)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
     collect_seldom()
-    os.chdir(ROOT)
+    os.chdir(where)
     torch.set_num_threads(1)
     write_no_cpp()
+    run()
+
+
+def _run_file(words: list[str]) -> None:
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")
+
+
+def _run_module(words: list[str], env: Mapping[str, str]) -> None:
+    faulthandler.enable()
+    os.environ.update(env)
+    sys.argv = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)

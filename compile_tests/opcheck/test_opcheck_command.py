@@ -118,6 +118,7 @@ DIES = Op(
 """
 
 
+@pytest.mark.usefixtures("forked_checks")
 def test_a_process_that_dies_says_where(tmp_path: Path) -> None:
     """And the other promises are checked nevertheless."""
     file = tmp_path / "my_op.py"
@@ -208,6 +209,7 @@ def test_a_file_that_raises_is_named_with_its_line(
     assert capsys.readouterr().err == f"opcheck: {file}, {message}\n"
 
 
+@pytest.mark.usefixtures("forked_checks")
 def test_operators_of_one_name_are_rows_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,6 +230,7 @@ def test_operators_of_one_name_are_rows_of_their_own(
     assert {result["path"] for result in report["results"]} == {"reference"}
 
 
+@pytest.mark.usefixtures("forked_checks")
 def test_numbers_of_a_failure_are_replayed_by_their_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my_op.py"
     cached = "CACHE.setdefault(input.shape, input / 2).clone()"

@@ -105,6 +105,7 @@ def test_a_gpus_kernels_are_interpreted_for_what_is_asked_of_their_code(monkeypa
     assert "expects numpy<2.4, got numpy 2.4.0" in not_interpretable()
 
 
+@pytest.mark.usefixtures("forked_checks")
 def test_a_lost_gpu_ends_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every later call would fail: the promise is broken, and another process goes on."""
 

@@ -521,6 +521,7 @@ def test_differences_beyond_a_narrow_jump_say_nothing(width: float) -> None:
     assert (derivative_violation(op, sample, reference, 0) is None) == (width == 1e-12)
 
 
+@pytest.mark.usefixtures("forked_checks")
 def test_command_line_searches_an_op_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my_op.py"
     file.write_text(OWN_OP.format(divisor=3))

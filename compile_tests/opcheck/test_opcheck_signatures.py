@@ -234,6 +234,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("forked_checks")
 def test_an_operator_is_named_on_the_command_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["mine.py:double", "--device", "cpu", "--path", "reference", "--dtype", "float32", "--only", VALUES[0]]
     assert main([*words, "--reference", "mine.py:thrice"]) == 1
