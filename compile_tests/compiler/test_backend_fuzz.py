@@ -40,7 +40,7 @@ def test_every_rule_is_spelled() -> None:
 def test_every_damage_is_done() -> None:
     for name in DAMAGES:
         random = Random(0)
-        changed = [(program, damaged(random, program, [name])) for program in islice(programs(random), 20)]
+        changed = ((program, damaged(random, program, [name])) for program in islice(programs(random), 20))
         assert any(after is not None and after != before for before, after in changed), name
 
 
