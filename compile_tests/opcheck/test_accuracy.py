@@ -16,7 +16,6 @@ from llmk.opcheck import accuracy_violation
 from llmk.opcheck.calls import BrokenPromise, call, incoming_gradients, require_accurate
 from llmk.opcheck.foreign.adapters import adapted
 from llmk.registry import OPS, Sample
-from llmk.registry.devices import INTERPRET
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROWS, COLUMNS = 6, 40
