@@ -126,6 +126,7 @@ def test_evaluation_and_unpatch(family: str):
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.usefixtures("no_cpp")
 @pytest.mark.parametrize("family", some_of(INDUCTOR, ["Gemma2"]))
 def test_with_inductor(family: str):
     model = small_model(family, num_hidden_layers=1)

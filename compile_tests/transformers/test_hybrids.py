@@ -146,9 +146,9 @@ def test_a_packed_row_is_its_sequences(family: str, monkeypatch: pytest.MonkeyPa
     by_position = inputs | {"position_ids": row["position_ids"]}
     assert_equal(loss_and_gradients(model, model, by_position), want)
     if family != "Qwen4Exp":  # as above
-        # By positions the operators are the same, and Dynamo alone has more to trace.
-        for backend, inputs in (("aot_eager", by_boundary), ("eager", by_position)):
-            compiled = torch.compile(model, fullgraph=True, backend=backend)
+        # The operators are those of a row that is not packed, and Dynamo alone has more to trace.
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        for inputs in (by_boundary, by_position):
             assert_equal(loss_and_gradients(model, compiled, inputs), want)
 
 
