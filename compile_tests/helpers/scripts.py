@@ -31,7 +31,7 @@ def run_script(file: Path, *arguments: object) -> subprocess.CompletedProcess[st
 def run_module(command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
     """Stand for `subprocess.run` of `python -X faulthandler -m MODULE ARGUMENTS`."""
     assert command[1:4] == ["-X", "faulthandler", "-m"]
-    return _forked(partial(_run_module, command[4:], env), command, Path.cwd())
+    return _forked(partial(_run_module, list(command[4:]), env), command, Path.cwd())
 
 
 def _forked(run: Callable[[], None], words: Sequence[str], where: Path) -> subprocess.CompletedProcess[str]:
