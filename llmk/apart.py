@@ -1,9 +1,11 @@
 """Trying something out, in the middle of whatever the caller does."""
 
 import random
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -24,17 +26,46 @@ def apart_from_caller(function: Callable[..., T], *args: Any) -> T:
 
 
 def _with_defaults(function: Callable[..., T], *args: Any) -> T:
-    """The same for what all threads share.
+    with _defaults, torch.device("cpu"):
+        return function(*args)
 
-    That is the default dtype and device, random states, warnings, anomaly detection and hooks on all modules.
+
+class _Shared:
+    """A context that all threads share: the first to enter it makes it, and the last to leave it ends it.
+
+    If each made its own, one would put back what another has set.
     """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make, self._count, self._lock = make, 0, threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._count == 0:
+                self._made = self._make()
+                self._made.__enter__()
+            self._count += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                self._made.__exit__(None, None, None)
+
+
+@contextmanager
+def _defaults_of_all_threads() -> Iterator[None]:
+    """The default dtype, random states, warnings, anomaly detection and hooks on all modules."""
     state, dtype, generator = random.getstate(), torch.get_default_dtype(), torch.get_rng_state()
     try:
         torch.set_default_dtype(torch.float32)
         quiet, unchecked = warnings.catch_warnings(action="ignore"), torch.autograd.set_detect_anomaly(False)
-        with torch.device("cpu"), quiet, unchecked, without_global_hooks():
-            return function(*args)
+        with quiet, unchecked, without_global_hooks():
+            yield
     finally:
         random.setstate(state)
         torch.set_default_dtype(dtype)
         torch.set_rng_state(generator)
+
+
+_defaults = _Shared(_defaults_of_all_threads)

@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -208,3 +211,32 @@ def test_a_module_under_modes_of_its_own() -> None:
         assert run(x).dtype == model(x).dtype
     assert run(x).requires_grad
     assert found.replaced == {"rms_norm": 3}
+
+
+def test_threads_put_back_what_was_before_all_of_them() -> None:
+    """The first to begin ends first, after the second has begun."""
+    second_runs, first_is_done = threading.Event(), threading.Event()
+
+    def first() -> None:
+        apart_from_caller(second_runs.wait, 10)
+        first_is_done.set()
+
+    def second() -> None:
+        second_runs.set()
+        first_is_done.wait(10)
+
+    torch.manual_seed(0)
+    state, filters = torch.get_rng_state(), list(warnings.filters)
+    torch.set_default_dtype(torch.float64)
+    try:
+        thread = threading.Thread(target=first)
+        thread.start()
+        while torch.get_default_dtype() != torch.float32:  # until it has begun
+            time.sleep(1e-3)
+        apart_from_caller(second)
+        thread.join()
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(warnings.filters) == filters
