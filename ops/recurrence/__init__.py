@@ -107,9 +107,11 @@ Q K^T once for them, and in the backward pass M, dQ and dK are summed over as ma
 With a decay for each channel other kernels take the place of the first: `channel_decays_kernel` makes d Q, d K and e K,
 so that states and outputs come of the same kernel, and `channel_blocks_kernel` and `channel_scores_kernel` make P
 and A by halves: those of 8 tokens and fewer in products of blocks of 16 tokens, all of a chunk at once, and each larger
-size in a program of its own. The sums of log decays are products too, of ones and of the log decays in three parts,
-which no rounding loses. `channel_pairs_backward_kernel` takes the halves one size after the other, and
-`channel_keys_backward_kernel` adds what comes through the states.
+size in a program of its own. With Z, the rows of a Q in second halves and those of b K in first ones, P is in Z Z^T.
+`channel_pairs_backward_kernel` takes the halves one size after the other: (M + M^T) Z has dQ in second halves and dK in
+first ones. `channel_keys_backward_kernel` adds what comes through the states. The sums of log decays are products too,
+of ones and of the log decays, which are in two parts beside operands of 16 bits: 2**-17 of each is lost, where rounding
+an operand loses up to 2**-9.
 
 Besides the inputs T is kept for the backward pass, and with a decay for each channel P and K K^T, which take two fifths
 of its time on an H100. For each value head and 64 tokens the backward pass has in memory S, dS' and dR as operands of

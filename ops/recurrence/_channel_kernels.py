@@ -8,7 +8,7 @@ places i of rows and j of columns in their block or chunk, and so serve both.
 
 import triton.language as tl
 
-from llmk.ops.common.math import exp, exp_of_decay
+from llmk.ops.common.math import LOG2E, exp, exp_of_decay
 from llmk.ops.recurrence._chunk_backward_kernels import (
     _decayed,
     _states_products,
@@ -20,6 +20,7 @@ from llmk.ops.recurrence._chunk_kernels import (
     _index,
     _load,
     _load_tokens,
+    _ones,
     _product,
     _same_sequence,
     _store,
@@ -52,18 +53,23 @@ def _log_decays(g):
 
 
 @jit
-def _corners(i, j, level):
-    """True where token i is in the second half and j in the first of the same block of 2 << level tokens."""
-    return (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
+def _across(i, j, level):
+    """True where tokens i and j are in different halves of the same block of 2 << level tokens."""
+    return i >> level == (j >> level) ^ 1
 
 
 @jit
-def _spans(i, j, level):
-    """True where g_j is in the sum of log decays from the middle of i's block of 2 << level tokens to i, or from i to
-    it.
-    """
-    second = (i >> level) & 1 == 1
-    return (i >> level == j >> level) & ((second & (j <= i)) | (~second & (j > i)))
+def _is_second(i, level):
+    """True where token i is in the second half of its block of 2 << level tokens."""
+    return (i >> level) & 1 == 1
+
+
+@jit
+def _half_spans(q, i, j, level):
+    """The matrix of the sums of log decays from the middles of blocks of 2 << level tokens, or to these, for each q."""
+    second, begin = _is_second(i, level), i >> level << level
+    spans = (j >= tl.where(second, begin, i + 1)) & (j <= tl.where(second, i, begin + (1 << level) - 1))
+    return _ones(tl.broadcast_to(spans, q.shape[:-1] + (q.shape[-2],)), q.dtype)
 
 
 @jit
@@ -73,9 +79,9 @@ def _same_as(index_ptr, rows, other, T):
 
 
 @jit
-def _half_decay(g, spans, dtype: tl.constexpr):
-    """The decays from a block's middle, of the tokens of its second half, and to it."""
-    return exp(_sums_of(spans, g, 3, dtype))
+def _exp(x, dtype: tl.constexpr):
+    """Exponentials of sums of log decays: to all places of float32 only where nothing rounds what they multiply."""
+    return exp(x) if dtype == tl.float32 else tl.exp2(x * LOG2E)
 
 
 @jit
@@ -86,13 +92,15 @@ def _transposed(x):
 
 @jit
 def _half_products(q, k, g, i, j, level, CORRECTED: tl.constexpr):
-    """Q K^T and K K^T decayed from and to the middles of blocks of 2 << level tokens: right where `_corners` are."""
-    spans = tl.broadcast_to(_spans(i, j, level), q.shape[:-1] + (q.shape[-2],))
-    decay = _half_decay(g, spans, q.dtype)
-    kd = (k * decay).to(k.dtype)
-    earlier = _transposed(kd)
-    qk = _product((q * decay).to(q.dtype), earlier)
-    return qk, (_product(kd, earlier) if CORRECTED else qk)
+    """Q K^T and K K^T decayed from and to the middles of blocks of 2 << level tokens: right where `_across` is."""
+    decay = _exp(_sums_of(_half_spans(q, i, j, level), g), q.dtype)
+    halves = (tl.where(_is_second(i, level), q, k) * decay).to(k.dtype)
+    qk = _product(halves, _transposed(halves))
+    kk = qk
+    if CORRECTED:
+        kd = (k * decay).to(k.dtype)
+        kk = _product(kd, _transposed(kd))
+    return qk, kk
 
 
 @jit
@@ -118,9 +126,9 @@ def channel_blocks_kernel(
         qk += tl.where(i == j, _product(q, _transposed(k)), 0.0)
         for level in range(0, 4):
             level_qk, level_kk = _half_products(q, k, g, i, j, level, a_ptr is not None)
-            qk += tl.where(_corners(i, j, level), level_qk, 0.0)
+            qk += tl.where(_across(i, j, level) & (i > j), level_qk, 0.0)
             if a_ptr is not None:
-                kk += tl.where(_corners(i, j, level), level_kk, 0.0)
+                kk += tl.where(_across(i, j, level) & (i > j), level_kk, 0.0)
     if index_ptr is not None:
         index_ptr += b * T
         same = _index(index_ptr, rows, T) == _index(index_ptr, chunk * C + first + j, T)
@@ -168,9 +176,9 @@ def channel_scores_kernel(
         qk += block_qk
         if a_ptr is not None:
             kk += block_kk
-    # Of what is above the diagonal, where all is 0, each level has the corners that mirror its own.
-    pairs = _same_sequence(index_ptr, rows, T, _corners(i, j, level))
-    at, stored = place * C * C + i * C + j, _corners(i, j, level) | _corners(j, i, level)
+    # Above the diagonal all is 0, and each level stores what mirrors its own pairs.
+    at, stored = place * C * C + i * C + j, tl.max_constancy(i >> level == (j >> level) ^ 1, [1, 16])
+    pairs = _same_sequence(index_ptr, rows, T, stored & (i > j))
     _store_where(scores_ptr, tl.where(pairs, qk, 0.0) * tl.cast(scale, tl.float32), at, stored)
     if a_ptr is not None:
         kk = tl.where(pairs, kk, 0.0)
@@ -198,17 +206,20 @@ def channel_decays_kernel(
     rows = chunk * C + t
     q, k = _load(q_ptr, rows, cols, T, K, HK * K), _load(k_ptr, rows, cols, T, K, HK * K)
     g = _log_decays(_load(g_ptr + channels, rows, cols, T, K, H * K))
-    d = exp_of_decay(_sums_of(t[:, None] >= t[None, :], g, 3, q.dtype))
-    e = exp(_sums_of(t[:, None] < t[None, :], g, 3, q.dtype))
+    whole = exp_of_decay(tl.sum(g, axis=0))
+    earlier = _ones(t[:, None] > t[None, :], q.dtype)
+    d = _exp(_sums_of(_ones(t[:, None] >= t[None, :], q.dtype), g), q.dtype)
     if index_ptr is not None:
+        whole = tl.where(_same_as(index_ptr, chunk * C - 1, chunk * C + C - 1, T), whole, 0.0)
         d = tl.where(_same_as(index_ptr, rows, chunk * C - 1, T)[:, None], d, 0.0)
-        e = tl.where(_same_as(index_ptr, rows, chunk * C + C - 1, T)[:, None], e, 0.0)
+    tl.store(whole_ptr + place * K + cols, whole, mask=cols < K)
     _store(queries_ptr + channels, q * d, rows, cols, T, K, H * K)
     if keys_ptr is not None:
         _store(keys_ptr + channels, k * d, rows, cols, T, K, H * K)
+    e = _exp(_sums_of(tl.trans(earlier), g), q.dtype)
+    if index_ptr is not None:
+        e = tl.where(_same_as(index_ptr, rows, chunk * C + C - 1, T)[:, None], e, 0.0)
     _store(ends_ptr + channels, k * e, rows, cols, T, K, H * K)
-    whole = tl.sum(tl.where((t == C - 1)[:, None], d, 0.0), axis=0)
-    tl.store(whole_ptr + place * K + cols, whole, mask=cols < K)
 
 
 @jit
@@ -216,7 +227,7 @@ def channel_scores_backward_kernel(
     do_ptr, v_ptr, u_ptr, dr_ptr, beta_ptr, index_ptr, kk_ptr, dscores_ptr, dkk_ptr, dbeta_ptr, scale, T, N, H, V,
     C: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """M and N of one chunk, without D, and what comes through the latter to beta."""
+    """M + M^T and N + N^T of one chunk, without D, the diagonal of M once, and what comes through N to beta."""
     chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
     b, h = row // H, row % H
     values = (b * T * H + h) * V
@@ -226,7 +237,7 @@ def channel_scores_backward_kernel(
     rows, matrix = chunk * C + t, (row * N + chunk) * C * C
     dscores, from_r, dr_v = _values_products(do_ptr, u_ptr, dr_ptr, v_ptr, values, rows, T, V, H, C, BLOCK_V)
     same = _same_sequence(index_ptr, rows, T, t[:, None] >= t[None, :])
-    _store(dscores_ptr + matrix, tl.where(same, dscores, 0.0) * tl.cast(scale, tl.float32), t, t, C, C, C)
+    _store_symmetric(dscores_ptr + matrix, tl.where(same, dscores, 0.0) * tl.cast(scale, tl.float32), t, C)
     if beta_ptr is not None:
         da = tl.where(same & (t[:, None] > t[None, :]), -from_r, 0.0)
         dbeta = dr_v + tl.sum(da * _load(kk_ptr + matrix, t, t, C, C, C), axis=1)
@@ -236,21 +247,25 @@ def channel_scores_backward_kernel(
 
 
 @jit
-def _add_gradients(dq, dk, dg, q, k, g, dscores_ptr, dkk_ptr, at, at_t, i, j, level):
+def _add_gradients(dq, dk, dg, q, k, g, dscores_ptr, dkk_ptr, at, i, j, level):
     """Add the gradients of q, k and g through the pairs of tokens from the two halves of blocks of 2 << level.
 
-    `at` and `at_t` are where the matrices and their transposes are.
+    M + M^T and N + N^T are at `at`. Of the former one product makes both: of q in second halves, and of k in first.
     """
-    decay = _half_decay(g, tl.broadcast_to(_spans(i, j, level), at.shape), q.dtype)
-    kd = (k * decay).to(k.dtype)
-    corners, corners_t = _corners(i, j, level), _corners(j, i, level)
-    level_dq = decay * _product(tl.where(corners, tl.load(dscores_ptr + at), 0.0), kd)
-    level_dk = _product(tl.where(corners_t, tl.load(dscores_ptr + at_t), 0.0), (q * decay).to(q.dtype))
+    spans = _half_spans(q, i, j, level)
+    decay = _exp(_sums_of(spans, g), q.dtype)
+    is_second, across = _is_second(i, level), _across(i, j, level)
+    halves = tl.where(is_second, q, k)
+    through_qk = decay * _product(tl.where(across, tl.load(dscores_ptr + at), 0.0), (halves * decay).to(q.dtype))
+    dq += tl.where(is_second, through_qk, 0.0)
+    dk += tl.where(is_second, 0.0, through_qk)
+    through_decay = halves * through_qk
     if dkk_ptr is not None:
-        level_dk += _product(tl.where(corners | corners_t, tl.load(dkk_ptr + at), 0.0), kd)
-    level_dk *= decay
-    dg += _sums_of(tl.broadcast_to(_spans(j, i, level), at.shape), q * level_dq + k * level_dk, 2, q.dtype)
-    return dq + level_dq, dk + level_dk, dg
+        through_kk = decay * _product(tl.where(across, tl.load(dkk_ptr + at), 0.0), (k * decay).to(k.dtype))
+        dk += through_kk
+        through_decay += k * through_kk
+    dg += _sums_of(_transposed(spans), through_decay)
+    return dq, dk, dg
 
 
 @jit
@@ -260,13 +275,13 @@ def _block_gradients(
     """The gradients of q, k and g through the pairs of tokens of one block."""
     first, i, j = _block_places(C)
     rows, cols = token + first + i, keys[None, None, :]
-    at, at_t = first * (C + 1) + i * C + j, first * (C + 1) + j * C + i
+    at = first * (C + 1) + i * C + j
     q, k = _load_blocks(q_ptr, rows, cols, T, K, HK * K), _load_blocks(k_ptr, rows, cols, T, K, HK * K)
     g = _log_decays(_load_blocks(g_ptr, rows, cols, T, K, H * K))
     diagonal = tl.load(dscores_ptr + (first + i) * (C + 1)).to(tl.float32)
     dq, dk, dg = diagonal * k, diagonal * q, tl.zeros(g.shape, dtype=tl.float32)
     for level in range(0, 4):
-        dq, dk, dg = _add_gradients(dq, dk, dg, q, k, g, dscores_ptr, dkk_ptr, at, at_t, i, j, level)
+        dq, dk, dg = _add_gradients(dq, dk, dg, q, k, g, dscores_ptr, dkk_ptr, at, i, j, level)
     return tl.reshape(dq, (C, BLOCK_K)), tl.reshape(dk, (C, BLOCK_K)), tl.reshape(dg, (C, BLOCK_K))
 
 
@@ -295,7 +310,7 @@ def channel_pairs_backward_kernel(
         tl.debug_barrier()  # keeps the compiler from holding the matrices of all turns in registers, and so q, k and g
         q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
         g = _log_decays(_load(g_ptr + channels, rows, keys, T, K, H * K))
-        dq, dk, dg = _add_gradients(dq, dk, dg, q, k, g, dscores_ptr, dkk_ptr, i * C + j, j * C + i, i, j, level)
+        dq, dk, dg = _add_gradients(dq, dk, dg, q, k, g, dscores_ptr, dkk_ptr, i * C + j, i, j, level)
     _store(dq_ptr + channels, dq, rows, keys, T, K, H * K)
     _store(dk_ptr + channels, dk, rows, keys, T, K, H * K)
     _store(dg_ptr + channels, dg, rows, keys, T, K, H * K)
@@ -303,8 +318,9 @@ def channel_pairs_backward_kernel(
 
 @jit
 def channel_keys_backward_kernel(
-    do_ptr, q_ptr, k_ptr, g_ptr, u_ptr, dr_ptr, beta_ptr, index_ptr, states_ptr, dstates_ptr, dwhole_ptr, dg_part_ptr,
-    dq_part_ptr, dk_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, tokens, value_blocks,
+    do_ptr, q_ptr, k_ptr, g_ptr, u_ptr, dr_ptr, beta_ptr, index_ptr, states_ptr, dstates_ptr, whole_ptr, dwhole_ptr,
+    dg_part_ptr, dq_part_ptr, dk_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale,
+    T, N, H, HK, K, V, tokens, value_blocks,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Add what comes through the states of one chunk to the parts by pairs of the gradients of a block of the channels
@@ -328,8 +344,9 @@ def channel_keys_backward_kernel(
     q = _load(q_ptr, rows, keys, T, K, HK * K).to(tl.float32)
     k = _load(k_ptr, rows, keys, T, K, HK * K).to(tl.float32)
     g = _log_decays(_load(g_ptr + channels, rows, keys, T, K, H * K))
-    d = exp(_sums_of(t[:, None] >= t[None, :], g, 3, q_ptr.dtype.element_ty))
-    e = exp(_sums_of(t[:, None] < t[None, :], g, 3, q_ptr.dtype.element_ty))
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    earlier = _ones(t[:, None] > t[None, :], dtype)
+    d, e = _exp(g + _sums_of(earlier, g), dtype), _exp(_sums_of(tl.trans(earlier), g), dtype)
     if index_ptr is not None:
         d = tl.where(_same_as(index_ptr, rows, chunk * C - 1, T)[:, None], d, 0.0)
         e = tl.where(_same_as(index_ptr, rows, chunk * C + C - 1, T)[:, None], e, 0.0)
@@ -344,9 +361,8 @@ def channel_keys_backward_kernel(
         dk -= from_r
         through_start -= k * from_r
     whole = _whole_gradient(dwhole_ptr + place * value_blocks * K, keys, value_blocks, K)
-    dg = _decayed(whole, tl.sum(tl.where((t == C - 1)[:, None], d, 0.0), axis=0))[None, :]
-    dg += _sums_of(t[:, None] > t[None, :], k * from_end, 2, q_ptr.dtype.element_ty)
-    dg += _sums_of(t[:, None] <= t[None, :], through_start, 2, q_ptr.dtype.element_ty)
+    dg = _decayed(whole, tl.load(whole_ptr + place * K + keys, mask=keys < K, other=0.0))[None, :]
+    dg += _sums_of(earlier, k * from_end) + through_start + _sums_of(tl.trans(earlier), through_start)
     dg += _load(dg_part_ptr + channels, rows, keys, T, K, H * K)
     if index_ptr is not None:
         # A first token decays no state. Of an infinity at another token a sum that is a product makes NaN there too.

@@ -24,10 +24,9 @@ from llmk.registry import jit
 
 @jit
 def _store_symmetric(ptr, lower, t, C: tl.constexpr):
-    """Store L + L^T of a matrix that is 0 on the diagonal and above."""
+    """Store L + L^T of a matrix that is 0 above the diagonal, and its diagonal once."""
     values = lower.to(ptr.dtype.element_ty)
-    tl.store(ptr + t[:, None] * C + t[None, :], values, mask=t[:, None] >= t[None, :])
-    tl.store(ptr + t[None, :] * C + t[:, None], values, mask=t[:, None] > t[None, :])
+    _store(ptr, tl.where(t[:, None] >= t[None, :], values, tl.trans(values)), t, t, C, C, C)
 
 
 @jit

@@ -91,23 +91,24 @@ def _index(index_ptr, row, T):
 
 
 @jit
-def _sums_of(chosen, x, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """The sums of chosen rows of x, which is float32: products of bfloat16 of its first PARTS times 8 bits are faster
-    than one of float32 and than a scan.
+def _ones(chosen, dtype: tl.constexpr):
+    """The matrix of the sums of chosen rows, 1 where they are chosen, beside operands of a dtype."""
+    return tl.where(chosen, 1.0, 0.0).to(tl.float32 if dtype == tl.float32 else tl.bfloat16)
+
+
+@jit
+def _sums_of(ones, x):
+    """The sums of rows of x, which is float32; to 2**-17 of each row where `ones` are bfloat16.
+
+    Two products of bfloat16 are faster than one of float32 and than a scan: of the first 8 bits of x, and of the rest.
     """
-    if dtype == tl.float32:
-        sums = _product(chosen.to(tl.float32), x)
+    if ones.dtype == tl.float32:
+        sums = _product(ones, x)
     else:
-        chosen = chosen.to(tl.float32).to(tl.bfloat16)
-        first = x.to(tl.bfloat16)
-        rest = first.to(tl.float32) - x
-        part = rest.to(tl.bfloat16)
-        rests = _product(chosen, part)
-        if PARTS > 2:
-            rests += _product(chosen, (rest - part.to(tl.float32)).to(tl.bfloat16))
+        first = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
         # Tensor cores cut the bits that they have no room for. The first product has room for all of most sums, if no
         # other is added to it; a difference is none that the compiler makes one product of.
-        sums = _product(chosen, first) - rests
+        sums = _product(ones, first.to(tl.bfloat16)) - _product(ones, (first - x).to(tl.bfloat16))
     return sums
 
 

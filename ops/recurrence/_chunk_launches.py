@@ -246,9 +246,9 @@ def _channel_pairs(x: Inputs, *, keep: bool) -> Kept:
     wrap_triton(channel_blocks_kernel)[(x.rows * N,)](
         x.q, x.k, x.g, x.beta, x.index, scores, kk, a, x.scale, T, N, H, HK, K, C=x.chunk, **tile
     )
-    wrap_triton(channel_scores_kernel)[(x.rows * N * (x.levels - 4),)](
+    wrap_triton(channel_scores_kernel)[(x.rows * N * (x.levels - 4),)](  # on an H200 two stages take a quarter longer
         x.q, x.k, x.g, x.beta, x.index, scores, kk, a, x.scale, T, N, H, HK, K,
-        C=x.chunk, LEVELS=x.levels, num_stages=_stages(x), **tile,
+        C=x.chunk, LEVELS=x.levels, num_stages=1, **tile,
     )  # fmt: skip
     return Kept(_inverse(x, a), scores, kk)
 
@@ -265,7 +265,8 @@ def _state_tile(x: Inputs, *, outputs: bool = False, backward: bool = False) -> 
     if x.is_float32:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
     if block_k > 128:
-        return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
+        warps = 8 if backward and x.initial is not None else 4  # beside an initial state's block 4 spill on sm_90
+        return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": warps, "num_stages": 1}
     most, room = 64, _stages(x, 3)
     stages = max(1, room - 1) if outputs or x.per_channel else room  # outputs and channels have operands besides
     if backward:  # more in registers; with a correction by channels, in shared memory too, which two steps fill
@@ -483,8 +484,8 @@ def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, 
     if dtype != torch.float32:
         dq, dk = (x.buffer(x.g.shape, dtype) for _ in range(2))
     wrap_triton(channel_keys_backward_kernel)[(x.rows * N * blocks,)](
-        made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, made.dwhole, dg_part,
-        dq_part, dk_part, dq, dk, dg, None if dbeta is None else dbeta[1:], x.scale,
+        made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, m.whole, made.dwhole,
+        dg_part, dq_part, dk_part, dq, dk, dg, None if dbeta is None else dbeta[1:], x.scale,
         T, N, H, HK, K, V, x.v.shape[:3].numel(), made.dwhole.shape[2], C=x.chunk, **keys_tile,
     )  # fmt: skip
     return dq, dk, dg, _summed(x, dbeta)
