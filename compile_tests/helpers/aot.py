@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import triton
 from torch import Tensor
 from triton._C.libtriton import ir
 
+from llmk.opcheck.interpreted.loops import kernels_of
+from llmk.registry import OPS
 from llmk.registry.eager.launcher import OPTIONS
 from llmk.registry.launch import Launch, record_launches
 from llmk.registry.private.kernels import (
@@ -125,6 +128,30 @@ def describe(launch: Launch) -> str:
     ]
     arguments += [f"{name}={value}" for name, value in launch.kwargs.items()]
     return f"{launch.kernel.__name__}({', '.join(arguments)})"
+
+
+ALL = "all"
+"""Stands for all kernels of an operator in one test."""
+
+
+def parametrize_kernels(metafunc: pytest.Metafunc) -> None:
+    """Give a test every operator's name, and with `--build many` each kernel of it, which take minutes together."""
+    if "kernel" in metafunc.fixturenames:
+        few = metafunc.config.getoption("--build") == "few"
+        pairs = [(name, kernel) for name, op in OPS.items() for kernel in ([ALL] if few else kernel_names(op))]
+        metafunc.parametrize(("name", "kernel"), pairs)
+
+
+def kernel_names(op: Op) -> list[str]:
+    """Return the names of the kernels that an operator's code refers to; of one without any, ALL."""
+    found = {kernel.fn.__name__ for kernel in kernels_of([each.fn for each in op.kernel_ops if not each.is_plain])}
+    return sorted(name for name in found if name.endswith("_kernel")) or [ALL]
+
+
+def of_kernel(launches: list[Launch], kernel: str, op: Op) -> list[Launch]:
+    """Return the launches of one kernel of an operator, or those of ALL."""
+    assert {launch.kernel.__name__ for launch in launches} <= {*kernel_names(op)}
+    return [launch for launch in launches if kernel in (ALL, launch.kernel.__name__)]
 
 
 def distinct(launches: Iterable[Launch], target: Any) -> list[Launch]:

@@ -6,6 +6,8 @@ number of warps are built, and with `--build every` all of them, found at more s
 the workloads alone.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -25,14 +27,22 @@ SM_90 = aot.TARGETS["sm_90"]
 SHARED_MEMORY_OF_SM_80 = 163 * 1024
 
 
+pytest_generate_tests = aot.parametrize_kernels
+
+
+@functools.lru_cache(maxsize=4)  # an operator's kernels come one after the other
+def _swept(name: str, dtype: torch.dtype, every: bool) -> list[Launch]:
+    return sweep(OPS[name], dtype, every=every)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", OPS)
-def test_no_configuration_spills(name: str, dtype: torch.dtype, build: str) -> None:
+def test_no_configuration_spills(name: str, kernel: str, dtype: torch.dtype, build: str) -> None:
     if build == "few":
         pytest.skip("minutes of a core for some operators: --build many")
     every = build == "every"
-    launches = sweep(OPS[name], dtype, every=every)
+    launches = _swept(name, dtype, every)
     assert bool(launches) != all(kernel_op.is_plain for kernel_op in OPS[name].kernel_ops)
+    launches = aot.of_kernel(launches, kernel, OPS[name])
     chosen = aot.distinct(launches if every else largest_blocks(launches), SM_90)
     spills = [
         f"{spilled} bytes: {aot.describe(launch)}" for launch in chosen if (spilled := aot.must_spill(launch, SM_90))
@@ -43,12 +53,13 @@ def test_no_configuration_spills(name: str, dtype: torch.dtype, build: str) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", OPS)
-def test_no_configuration_reads_a_register_that_nothing_wrote(name: str, dtype: torch.dtype, build: str) -> None:
+def test_no_configuration_reads_a_register_that_nothing_wrote(
+    name: str, kernel: str, dtype: torch.dtype, build: str
+) -> None:
     """ptxas makes such code of small blocks too."""
     if build == "few":
         pytest.skip("minutes of a core for some operators: --build many")
-    launches = aot.distinct(sweep(OPS[name], dtype, every=build == "every"), SM_90)
+    launches = aot.distinct(aot.of_kernel(_swept(name, dtype, build == "every"), kernel, OPS[name]), SM_90)
     wrong = [aot.describe(launch) for launch in launches if undefined_descriptors(aot.compile_for(launch, SM_90))]
     assert not wrong, "\n".join(wrong)
 
