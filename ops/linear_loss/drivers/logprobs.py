@@ -457,7 +457,7 @@ def _grouped(
     needed = any(need) and rows.x.shape[0] > 0
     gradients, kept, loss = Gradients(rows, need, call.saved_dtypes), None, None
     if needed and plan is not None:
-        of_tokens = len(call.group) == 0 and compacted.index is not None
+        of_tokens = len(full_call.group) == 0 and compacted.index is not None
         objective = GroupObjective(
             *((call, CompactedTokens(tuple(call.tokens))) if of_tokens else (full_call, compacted))
         )
