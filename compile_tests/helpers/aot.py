@@ -130,28 +130,31 @@ def describe(launch: Launch) -> str:
     return f"{launch.kernel.__name__}({', '.join(arguments)})"
 
 
-ALL = "all"
-"""Stands for all kernels of an operator in one test."""
+ALL, OTHERS = "all", "others"
+"""Stand for all kernels of an operator in one test, and for those that its code does not name."""
 
 
 def parametrize_kernels(metafunc: pytest.Metafunc) -> None:
     """Give a test every operator's name, and with `--build many` each kernel of it, which take minutes together."""
     if "kernel" in metafunc.fixturenames:
         few = metafunc.config.getoption("--build") == "few"
-        pairs = [(name, kernel) for name, op in OPS.items() for kernel in ([ALL] if few else kernel_names(op))]
-        metafunc.parametrize(("name", "kernel"), pairs)
+        kernels = {name: [ALL] if few else [*kernel_names(op), OTHERS] for name, op in OPS.items()}
+        metafunc.parametrize(("name", "kernel"), [(name, kernel) for name in kernels for kernel in kernels[name]])
 
 
 def kernel_names(op: Op) -> list[str]:
-    """Return the names of the kernels that an operator's code refers to; of one without any, ALL."""
+    """Return the names of the kernels that an operator's code refers to, but for what it calls of a value's methods."""
     found = {kernel.fn.__name__ for kernel in kernels_of([each.fn for each in op.kernel_ops if not each.is_plain])}
-    return sorted(name for name in found if name.endswith("_kernel")) or [ALL]
+    return sorted(name for name in found if name.endswith("_kernel"))
 
 
 def of_kernel(launches: list[Launch], kernel: str, op: Op) -> list[Launch]:
-    """Return the launches of one kernel of an operator, or those of ALL."""
-    assert {launch.kernel.__name__ for launch in launches} <= {*kernel_names(op)}
-    return [launch for launch in launches if kernel in (ALL, launch.kernel.__name__)]
+    """Return the launches of one kernel of an operator, or of ALL or OTHERS."""
+    if kernel == ALL:
+        return launches
+    named = kernel_names(op)
+    names = [launch.kernel.__name__ if launch.kernel.__name__ in named else OTHERS for launch in launches]
+    return [launch for launch, name in zip(launches, names, strict=True) if name == kernel]
 
 
 def distinct(launches: Iterable[Launch], target: Any) -> list[Launch]:
