@@ -131,10 +131,10 @@ forward pass takes it less than 0.11 ms, and no backward pass less than 0.28 ms.
 What each kernel reads and writes takes the time below at 4.2 TB a second, beside what it takes on that H200, in
 microseconds; of the backward pass first those of what it makes again:
 
-    forward   l2_norm 64, 64        chunk_scores 80, 131       chunk_inverse 48, 128            chunk_states 128, 332
-    backward  l2_norm 64, 64        chunk_scores 48, 96        chunk_states 159, 221
-              chunk_states_backward 287, 516                   chunk_scores_backward 192, 421
-              chunk_keys_backward 415, 610                     chunk_gates_backward 12, 32      sum_heads 192, 182
+    forward   l2_norm 64, 64        chunk_scores 80, 131       chunk_inverse 48, 128            chunk_states 128, 338
+    backward  l2_norm 64, 65        chunk_scores 48, 98        chunk_states 159, 218
+              chunk_states_backward 287, 528                   chunk_scores_backward 192, 356
+              chunk_keys_backward 415, 612                     chunk_gates_backward 12, 27      sum_heads 192, 184
 
 That is 0.32 ms of 0.66 forward and 1.4 of 2.1 backward. The walks from chunk to chunk are furthest from it: a chunk's
 products wait for each other, and the 112 KiB and up to 202 registers of a program leave room for two on a
