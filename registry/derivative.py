@@ -11,8 +11,6 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
-from operator import is_not
 from typing import Any
 
 import torch
@@ -56,7 +54,7 @@ class Derivative:
         assert self.keeps is not None
         if not torch.is_grad_enabled():
             return self.keeps([False] * len(args), args)
-        return self.keeps(list(map(getattr, args, repeat("requires_grad"), repeat(False))), args)
+        return self.keeps([isinstance(arg, Tensor) and arg.requires_grad for arg in args], args)
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any, *, has_inputs: bool = False) -> None:
         """Save what the formula needs, unless the context has all inputs to make the call again."""
@@ -67,7 +65,7 @@ class Derivative:
         if self.several:
             constants = self._constants(ctx.needs_input_grad)
             if constants:
-                ctx.mark_non_differentiable(*map(output.__getitem__, constants))
+                ctx.mark_non_differentiable(*[output[place] for place in constants])
         if self.fills:
             ctx.alike = [_alike(y) for y in output[: len(self.results)]]
 
@@ -93,7 +91,7 @@ class Derivative:
                     f"llmk::{self.name}: double backward is not supported, nor is a gradient for what it keeps"
                 )
         grads = grads[:count]
-        given = tuple(map(is_not, grads, repeat(None)))
+        given = tuple([grad is not None for grad in grads])
         if True not in given:
             return (None,) * len(ctx.needs_input_grad)
         unreached = self._unreached[given] if self.several else ()

@@ -186,7 +186,7 @@ def _forward(
     if weights is not None:
         loss = loss * weights
     # Each output has memory of its own, also where it has none.
-    entropy, correct, stats, denominator = map(loss.new_empty, [(0,)] * 4)
+    entropy, correct, stats, denominator = [loss.new_empty((0,)) for _ in range(4)]
     if call.with_metrics:
         correct = (is_largest & losses.mask).float()
         entropy, correct = _metrics(full_call, compacted, results.entropy, correct, reduction)

@@ -415,7 +415,7 @@ class ChunkedRows:
     def chunks(self) -> list[slice]:
         """Return the rows of each chunk."""
         N, step = self.x.shape[0], self.plan.chunk_rows
-        return list(map(slice, range(0, N, step), (*range(step, N, step), N)))
+        return [slice(start, min(start + step, N)) for start in range(0, N, step)]
 
     def buffer(self, rows: int, dtype: torch.dtype = torch.float32, more: int = 0) -> Tensor:
         """Return an uninitialized matrix of so many rows, or of all, and some more columns."""
