@@ -131,7 +131,7 @@ def exponentials(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Ten
     """Make P by the kernel, and the same in float64, with a column of 0 for each target."""
     weights, device = Weights(weight, None, None, Transform()), x.device
     layer, tokens = projection_of(x, weights, None, by_kernels=True), CompactedTokens((len(x),))
-    rows = SoftmaxRows(tokens, layer, target.unsqueeze(1), -100, Plan(len(x), True))
+    rows = SoftmaxRows(layer, tokens, Plan(len(x), True), target.unsqueeze(1), -100)
     chunk, _ = rows.chunk(slice(0, len(x)))
     p = torch.full((len(x), V), float("nan"), dtype=x.dtype, device=device)
     numbers = chunk.y_own.unsqueeze(0)
