@@ -265,8 +265,8 @@ def _state_tile(x: Inputs, *, outputs: bool = False, backward: bool = False) -> 
     if x.is_float32:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
     if block_k > 128:
-        warps = 8 if backward and x.initial is not None else 4  # beside an initial state's block 4 spill on sm_90
-        return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": warps, "num_stages": 1}
+        # Beside an initial state's block some bytes spill on sm_90; 8 warps spill none and take 1.8 times as long.
+        return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
     most, room = 64, _stages(x, 3)
     stages = max(1, room - 1) if outputs or x.per_channel else room  # outputs and channels have operands besides
     if backward:  # more in registers; with a correction by channels, in shared memory too, which two steps fill
