@@ -39,6 +39,11 @@ new = sys.modules.keys() - before
 heavy = ("llmk.ops", "llmk.nn", "llmk.losses", "torch._dynamo", "torch.distributed.tensor")
 assert not [name for name in new if name.startswith(heavy)], new
 """,
+    # Dynamo takes a second to import, a third of what the operators take.
+    "no compiler where operators load": """
+import llmk.functional, llmk.losses
+assert not [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))]
+""",
     # PyTorch's compiler replaces a function of PyTorch's when it is first imported, in a first call maybe.
     "loading the compiler is no side effect of an operator": """
 from llmk.opcheck.promises.settings import remember_state, restore_state

@@ -7,13 +7,13 @@ tokens goes over both groups, and one over sequences, whose values all ranks of 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmk.ops.common.collectives import max_over_group, share_with_group, sum_over_group
 from llmk.registry.checks import resolve_group
+from llmk.registry.private.compilers import constant_in_graphs
 from llmk.registry.private.processes import group_named
 
 Groups = tuple[str, ...]
@@ -57,12 +57,12 @@ def _names(argument: str, group: Any) -> Groups:
     raise TypeError(f"{argument}: expected {expected}, got {type(group).__name__}")
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _checked_name(argument: str, name: str) -> str:
     return resolve_group(argument, name).group_name
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _num_ranks(name: str) -> int:
     return group_named(name).size()
 

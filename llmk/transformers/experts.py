@@ -19,6 +19,7 @@ from llmk import functional
 from llmk.apart import apart_from_caller
 from llmk.nn import expert_parallel_moe
 from llmk.registry import is_sharded
+from llmk.registry.private.compilers import constant_in_graphs
 from llmk.transformers.guards import has_parts
 from llmk.transformers.probe import agree, apart, gradients, rows_of_all_scales, same
 
@@ -139,7 +140,7 @@ def _linear(experts: Any, name: str, rows: Tensor, offsets: Tensor, adapters: Ad
 _known: "WeakKeyDictionary[nn.Module, tuple[Any, GateForm | None]]" = WeakKeyDictionary()
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def gate_form(experts: Any) -> GateForm | None:
     """Return `moe_experts`' options for the module's gate; None where it has none. A graph takes it as it is."""
     act = getattr(experts, "act_fn", None)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from llmk.registry import autocast_dtype, foreign_kind
 from llmk.registry.eager.bypass import is_eager
+from llmk.registry.private.compilers import constant_in_graphs
 from llmk.registry.private.modules import buffers_of, children_of, has_hooks, hooks_of, parameters_of
 from llmk.registry.private.tensors import version_of
 from llmk.transformers.probe import OWN_OF_MODULES, Differs, apart, tried
@@ -139,7 +140,7 @@ def with_own_code(function: FunctionType, name: str) -> FunctionType:
     return FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def llmk_fell_back(self: nn.Module, method: str = "forward", why: str = "", ran: str = ORIGINAL) -> None:
     """Write down, and warn once, that a guard failed: in a compiled graph where it is traced."""
     why = why or getattr(self, WHY + method)()
@@ -206,7 +207,7 @@ def _brings_weights(hook: Any) -> bool:
     return any(f"{kind.__module__}.".startswith(BRINGERS) for kind in kinds)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def llmk_only_brings_weights(self: nn.Module) -> bool:
     """Return True if all hooks on a module bring its weights."""
     return "forward" not in vars(self) and all(map(_brings_weights, hooks_of(self)))

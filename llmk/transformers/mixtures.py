@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmk.registry.private.compilers import constant_in_graphs
 from llmk.registry.private.modules import children_of, parameters_of
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.classes import Change
@@ -58,7 +59,7 @@ class Experts(Change):
                 return base.forward(self, hidden_states, *routing, **named)
             return experts_forward(self, hidden_states, *routing, adapters=adapters)
 
-        @torch.compiler.assume_constant_result
+        @constant_in_graphs
         def llmk_gate_form(self: Any) -> GateForm | None:
             return gate_form(self)
 

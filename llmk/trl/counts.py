@@ -5,6 +5,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from llmk.registry.private.compilers import constant_in_graphs
+
 
 class Counted:
     """The number of calls that llmk computed, and of those with gradients."""
@@ -28,7 +30,7 @@ class Counted:
             )
         self._count(torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad))
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _count(self, with_gradients: bool) -> None:
         """Once for each call; once for each graph of a compiled model, which cannot count."""
         self.calls += 1

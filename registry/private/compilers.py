@@ -6,13 +6,14 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from llmk.registry.private.names import attribute, find, required
 
 _required_once = functools.cache(required)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def statically_known_true(condition: Any) -> bool:
@@ -118,6 +119,15 @@ def forget_specialized_floats() -> None:
     It keeps them for the whole process, and a number that has changed since then could be no symbol any more.
     """
     find("torch._dynamo.symbolic_convert.TensorifyState.clear", lambda: None)()
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Have Dynamo call a function while it traces, and take its result as a constant.
+
+    `torch.compiler.assume_constant_result` sets the same mark, and imports all of Dynamo for it, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def compile_fx(*args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmk.registry import cdiv, is_sharded
 from llmk.registry.checks import resolve_group
+from llmk.registry.private.compilers import constant_in_graphs
 from llmk.registry.private.processes import collectives, group_named
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def vocab_slice(
     )
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _rank_size_and_name(group: "ProcessGroup | str") -> tuple[int, int, str]:
     """Return this rank in the group, its size and its name."""
     if isinstance(group, str):
