@@ -30,9 +30,9 @@ BYTES = {
     # Of an element of the hidden states: the input in float32 and the normalized one; else the input alone.
     "norm": [6, 2, 2, 2],
     "offset norm": [8, 2, 2, 2],  # Gemma's normalized one is float32
-    "norm's output": [2, 0, 2, 0],  # that a linear layer reads; compiled code makes it again
+    "norm's output": [2, 0, 0, 0],  # that a linear layer reads; llmk and compiled code make it again
     "norm of q and k": [6, 0, 2, 2],  # compiled PyTorch makes the rotated ones again
-    "gated unit": [8, 4, 6, 4],  # gate, up, the activation and the product; compiled, the first two
+    "gated unit": [8, 4, 4, 4],  # gate, up, the activation and the product; in llmk and compiled the first two
     "expert's hidden": [4, 4, 2, 2],  # of a token at an expert: what it reads and gives, which llmk adds up at once
     "expert's width": [8, 4, 4, 4],  # as of a gated unit
 }

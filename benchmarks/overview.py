@@ -19,8 +19,8 @@ from benchmarks.plot import STYLE, save
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "_static"
-STEPS, LOSSES = "train-step-h100.json", "losses-h100.json"
-MODEL, LOSS, SHAPE = "llama-3.2-1b", "grpo", "8x4096x2048x151936"
+STEPS, LOSSES = "train-step-h200.json", "losses-beside-peers-h200.json"
+MODEL, LOSS, SHAPE = "llama-3.2-1b", "grpo", "8x1024x4096x128256"
 STEP_WAYS = {
     "compiled": "PyTorch, compiled",
     "llmk compiled": "llmk, compiled",

@@ -23,8 +23,8 @@ H100_TIMES = RESULTS / "ops-h100.json"
 RECURRENCES = RESULTS / "recurrences-h100.json"
 STEPS, CHUNKS = RESULTS / "train-step-h200.json", RESULTS / "chunks-h200.json"
 LATER_STEPS = {
-    "with float32 logits": "train-step-h100.json",
-    "with `llmk.compile`": "train-step-backend-h200.json",
+    "on an H100": "train-step-h100.json",
+    "with bfloat16 logits": "train-step-bfloat16-h200.json",
     "of a mixture of experts": "train-step-moe-h200.json",
     "of hybrids": "train-step-hybrids-h100.json",
 }
@@ -443,7 +443,6 @@ def _steps(results: Row) -> Iterator[str]:
         f"{results['torch']}, {versions}, "
         f"{results['dtype'].removeprefix('torch.')}. Every number is in `benchmarks/results/{STEPS.name}`."
     )
-    yield BFLOAT16_LOGITS.replace("this run", "the runs on an H200")
     yield from _models(results)
     for name, what in (("train-step", "time"), ("train-step-memory", "peak memory")):
         yield f"![{what} of a training step of every model and variant](ops/plots/{name}.svg)"
@@ -456,7 +455,7 @@ def _later_steps(results: Row, what: str, file: str) -> Iterator[str]:
         f"{versions}. "
         f"{results.get('how', SIDE_BY_SIDE)} Every number is in `benchmarks/results/{file}`."
     )
-    yield from _models(results, f", {what}" if what.startswith("with") else "")
+    yield from _models(results, f", {what}" if what.startswith(("with", "on")) else "")
 
 
 def _models(results: Row, what: str = "") -> Iterator[str]:
