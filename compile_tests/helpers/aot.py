@@ -135,11 +135,16 @@ ALL, OTHERS = "all", "others"
 
 
 def parametrize_kernels(metafunc: pytest.Metafunc) -> None:
-    """Give a test every operator's name, and with `--build many` each kernel of it, which take minutes together."""
-    if "kernel" in metafunc.fixturenames:
-        few = metafunc.config.getoption("--build") == "few"
-        kernels = {name: [ALL] if few else [*kernel_names(op), OTHERS] for name, op in OPS.items()}
-        metafunc.parametrize(("name", "kernel"), [(name, kernel) for name in kernels for kernel in kernels[name]])
+    """Give a test the operators of a family, and with `--build many` one and a kernel of it: minutes together."""
+    if "kernel" not in metafunc.fixturenames:
+        return
+    cases: dict[str, tuple[list[str], str]] = {}
+    for name, op in OPS.items():
+        if metafunc.config.getoption("--build") == "few":
+            cases.setdefault(op.module.split(".")[2], ([], ALL))[0].append(name)
+        else:
+            cases |= {f"{name}-{kernel}": ([name], kernel) for kernel in (*kernel_names(op), OTHERS)}
+    metafunc.parametrize(("names", "kernel"), cases.values(), ids=cases)
 
 
 def kernel_names(op: Op) -> list[str]:

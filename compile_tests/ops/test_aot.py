@@ -1,17 +1,17 @@
 """Every kernel compiles ahead for every target, on a machine without a GPU.
 
 `helpers/aot.py` finds the launches by running each operator on fake tensors, with all gradients wanted. One target of
-each vendor gets each kernel in bfloat16 as its first sample launches it; sm_90 gets it as the first workload does that
-launches it. With `--build many` each gradient is also wanted alone, every target gets all workloads, and sm_90 and
-sm_86 what all samples launch, and the workloads in every dtype. Launches are those that an operator chooses for the
-target's shared memory; the widest rows are built for a target that has little of it in any case, with `--build many`
-for each.
+each vendor gets each kernel of a family in bfloat16 as the first sample launches it; sm_90 gets it as the first sample
+and workload of every operator do, where they differ in more than sizes. With `--build many` each gradient is also
+wanted alone, every target gets all workloads, and sm_90 and sm_86 what all samples launch, and the workloads in every
+dtype. Launches are those that an operator chooses for the target's shared memory; the widest rows are built for a
+target that has little of it in any case, with `--build many` for each.
 """
 
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -29,7 +29,6 @@ from llmk.registry import OPS, jit
 from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import Launch, record_launches
 from llmk.registry.private.tensors import FakeTensorMode
-from llmk.registry.record import Sample
 
 pytestmark = [
     pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled"),
@@ -44,7 +43,6 @@ THOROUGH_TARGETS = ("sm_90", "sm_86")
 """One with much shared memory and one with little."""
 SMALL_TARGETS = ("sm_86", "sm_89", "sm_120")
 
-each_op = pytest.mark.parametrize("name", OPS)
 each_target = pytest.mark.parametrize("target", aot.TARGETS)
 
 
@@ -59,78 +57,55 @@ def _recorded(name: str, dtype: torch.dtype, kind: str, build: str, target: str 
     return aot.launches(OPS[name], dtype, target=target, **wanted)
 
 
-def _workload_launches(name: str, build: str, target: str = "sm_90") -> list[Launch]:
-    if build == "few":
-        return _first_of_each(_recorded(name, torch.bfloat16, "workloads", build, target))
-    return [launch for dtype in OPS[name].dtypes for launch in _recorded(name, dtype, "workloads", build, target)]
+def _kernel(launch: Launch) -> Any:
+    return launch.kernel
 
 
-def _first_of_each(launches: list[Launch]) -> list[Launch]:
+def _first_of_each(launches: Iterable[Launch], by: Callable[[Launch], Any] = _kernel) -> list[Launch]:
     """Return the first launch of each kernel."""
-    return list({launch.kernel: launch for launch in reversed(launches)}.values())
-
-
-def _first_as_on_sm_90(name: str, target: str) -> list[Launch]:
-    """Return the first launch of each kernel, without the samples after those in which all of sm_90's were launched."""
-    left = {launch.kernel for launch in _recorded(name, torch.bfloat16, "samples", "few")}
     first: dict[Any, Launch] = {}
-    for launch in aot.every_launch(OPS[name], torch.bfloat16, workloads=False, target=target, alone=False):
-        first.setdefault(launch.kernel, launch)
-        if left <= first.keys():
-            break
+    for launch in launches:
+        first.setdefault(by(launch), launch)
     return list(first.values())
+
+
+def _form(launch: Launch) -> tuple[Any, ...]:
+    """Return what a launch is but for sizes: kernel, constants, options, and arguments' dtypes or whether given."""
+    kinds = [value.dtype if isinstance(value, Tensor) else value is None for value in launch.args]
+    return launch.kernel, *sorted(map(str, launch.kwargs.items())), *kinds
+
+
+def _few_launches(names: list[str], target: str) -> tuple[list[Launch], list[Launch]]:
+    """Return the launches of a family's samples and workloads: of each kernel one, for sm_90 one of each form."""
+    if target not in FEW_TARGETS:
+        pytest.skip(f"`--build many` builds for {target}")
+    samples, workloads = [], []
+    for name in names:
+        first = _first_of_each(_recorded(name, torch.bfloat16, "samples", "few", target))
+        large = _first_of_each(_recorded(name, torch.bfloat16, "workloads", "few")) if target == "sm_90" else []
+        launched = {launch.kernel for launch in large}
+        samples += [launch for launch in first if launch.kernel not in launched]
+        workloads += large
+    if target != "sm_90":
+        return _first_of_each(samples), []
+    workloads = _first_of_each(workloads, _form)
+    known = set(map(_form, workloads))
+    return [launch for launch in _first_of_each(samples, _form) if _form(launch) not in known], workloads
 
 
 pytest_generate_tests = aot.parametrize_kernels
 
 
-def _launches(name: str, target: str, build: str) -> list[Launch]:
-    if build == "few" and target not in FEW_TARGETS:
-        pytest.skip(f"`--build many` builds for {target}")
-    if build == "few" and target != "sm_90":
-        return aot.distinct(_first_as_on_sm_90(name, target), aot.TARGETS[target])
+def _launches(names: list[str], kernel: str, target: str, build: str) -> tuple[list[Launch], list[Launch]]:
+    if build == "few":
+        return _few_launches(names, target)
+    (name,), thorough = names, target in THOROUGH_TARGETS
     samples = _recorded(name, torch.bfloat16, "samples", build, target)
-    if target in THOROUGH_TARGETS and build != "few":
-        return aot.distinct(samples + _workload_launches(name, build, target), aot.TARGETS[target])
-    first = _first_of_each(samples)
-    if target == "sm_90":
-        workloads = _workload_launches(name, build)
-        launched = {launch.kernel for launch in workloads}
-        first = [launch for launch in first if launch.kernel not in launched]
-    else:
-        workloads = _recorded(name, torch.bfloat16, "workloads", build, target)
-    return aot.distinct([*first, *workloads], aot.TARGETS[target])
-
-
-def _with_numbers(name: str, dtype: torch.dtype) -> Iterator[tuple[Sample, dict[str, float]]]:
-    """Samples with their options that are numbers between their ends; each option once, where it first is given."""
-    op = OPS[name]
-    left = {argument.name for argument in op.schema.arguments if str(argument.type) == "float"}
-    for sample in op.samples(torch.device("cpu"), dtype):
-        given = {key: value for key, value in op.bind(sample).items() if key in left and value not in (0.0, 1.0)}
-        left -= set(given)
-        if given:
-            yield sample, given
-
-
-@each_op
-def test_a_number_between_its_ends_is_no_constant(name: str) -> None:
-    """A schedule of it would compile a kernel for every value."""
-    op = OPS[name]
-
-    def kernels(sample: Sample, **changed: float) -> set[tuple[object, ...]]:
-        (names, *_) = aot.gradients_wanted(op, sample)
-        given = dict(zip(op.argument_names(), sample.args, strict=False))
-        aot.forward_and_backward(op, Sample((), given | sample.kwargs | changed), names)
-        made = {aot.specialize(launch, aot.TARGETS["sm_90"]).key for launch in recorded}
-        recorded.clear()
-        return made
-
-    with FakeTensorMode(), record_launches() as recorded:
-        for sample, values in _with_numbers(name, torch.bfloat16):
-            expected = kernels(sample)
-            for key, value in values.items():
-                assert kernels(sample, **{key: 0.75 * value}) == expected, f"{sample}: {key}"
+    dtypes = OPS[name].dtypes if thorough else [torch.bfloat16]
+    workloads = [launch for dtype in dtypes for launch in _recorded(name, dtype, "workloads", build, target)]
+    every = aot.distinct([*(samples if thorough else _first_of_each(samples)), *workloads], aot.TARGETS[target])
+    chosen, large = aot.of_kernel(every, kernel, OPS[name]), set(map(id, workloads))
+    return [x for x in chosen if id(x) not in large], [x for x in chosen if id(x) in large]
 
 
 def _compile(launch: Launch, target: str) -> CompiledKernel:
@@ -142,21 +117,36 @@ def _compile(launch: Launch, target: str) -> CompiledKernel:
 
 
 @each_target
-def test_every_kernel_compiles(name: str, kernel: str, target: str, build: str) -> None:
+def test_every_kernel_compiles(names: list[str], kernel: str, target: str, build: str) -> None:
     """On sm_90 the process that has built a kernel looks at its code, too."""
-    launches = _launches(name, target, build)
-    assert bool(launches) != all(op.is_plain for op in OPS[name].kernel_ops)
-    launches = aot.of_kernel(launches, kernel, OPS[name])
+    samples, workloads = _launches(names, kernel, target, build)
+    launches = [*samples, *workloads]
+    assert kernel != aot.ALL or bool(launches) != all(op.is_plain for name in names for op in OPS[name].kernel_ops)
     for launch in launches:
         compiled = _require_fits(launch, target)
         if target == "sm_90":
             _require_good_code(compiled, launch)
     if target == "sm_90":
         _require_conversions_alone(launches)
-        _require_no_float_constants([*launches, *_recorded(name, torch.bfloat16, "samples", build)])
-        for launch in aot.of_kernel(_workload_launches(name, build), kernel, OPS[name]):
+        _require_no_float_constants([x for name in names for x in _recorded(name, torch.bfloat16, "samples", build)])
+        for launch in workloads:
             _, spilled = aot.resource_usage(_compile(launch, target))
             assert not spilled, f"{spilled} bytes: {aot.describe(launch)}"
+    if target == "sm_90" and build == "few":
+        missing = _kernels_in(".".join(OPS[names[0]].module.split(".")[:3]))
+        assert not missing - _launched(names)
+
+
+def _kernels_in(package: str) -> set[Any]:
+    modules = [vars(module) for name, module in sys.modules.items() if name.startswith(f"{package}.")]
+    values = {value for module in modules for name, value in module.items() if name.endswith("_kernel")}
+    return {value for value in values if isinstance(value, JITFunction) and value.fn.__module__.startswith(package)}
+
+
+def _launched(names: Iterable[str]) -> set[Any]:
+    """Return the kernels that samples or workloads launch."""
+    kinds = [(name, kind) for name in names for kind in ("workloads", "samples")]
+    return {launch.kernel for name, kind in kinds for launch in _recorded(name, torch.bfloat16, kind, "few")}
 
 
 def _require_fits(launch: Launch, target: str) -> CompiledKernel:
@@ -197,8 +187,9 @@ def doubles_in(code: str) -> list[str]:
 
 def _require_no_float_constants(launches: list[Launch]) -> None:
     """A schedule of `beta`, `softcap` or a temperature would build the kernel again for each value."""
-    for launch in launches:
-        assert not any(isinstance(value, float) for value in launch.kwargs.values()), aot.describe(launch)
+    for launch in _first_of_each(launches, _form):
+        constants = aot.specialize(launch, aot.TARGETS["sm_90"]).source.constants
+        assert not any(isinstance(value, float) for value in constants.values()), aot.describe(launch)
 
 
 def _of_recurrence() -> tuple[Tensor, ...]:
@@ -247,22 +238,14 @@ def test_what_fills_shared_memory_fits_where_there_is_less(call: str, target: st
         _require_fits(launch, target)
 
 
-def test_samples_and_workloads_reach_every_kernel() -> None:
-    """What is quick comes first: workloads, then samples of operators with few that name a kernel not launched yet."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("llmk.ops.")]
-    missing = {
-        value
-        for module in modules
-        for attribute, value in vars(module).items()
-        if isinstance(value, JITFunction) and attribute.endswith("_kernel")
-    }
-    dtype = torch.bfloat16
-    few_first = sorted(OPS.values(), key=lambda op: len(list(op.samples(torch.device("cpu"), dtype))))
-    for kind in ("workloads", "samples"):
-        for op in few_first:
-            named = set(kernels_of([each.fn for each in op.kernel_ops if not each.is_plain]))
-            if missing & named:
-                missing -= {launch.kernel for launch in _recorded(op.name, torch.bfloat16, kind, "few")}
+def test_kernels_of_several_families_are_launched() -> None:
+    """Each family's own are looked for where they are built."""
+    missing = _kernels_in("llmk.ops.common")
+    assert missing
+    few_first = sorted(OPS.values(), key=lambda op: len(list(op.samples(torch.device("cpu"), torch.bfloat16))))
+    for op in few_first:
+        if missing & set(kernels_of([each.fn for each in op.kernel_ops if not each.is_plain])):
+            missing -= _launched([op.name])
     assert not missing
 
 

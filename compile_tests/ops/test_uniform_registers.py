@@ -1,13 +1,8 @@
-"""Machine code that reads uniform registers which nothing wrote is found: in lines of it, and in what ptxas makes."""
+"""Machine code that reads uniform registers which nothing wrote is found; test_walks.py has what ptxas makes."""
 
 import pytest
-import triton
 
-from compile_tests.helpers import aot
-from compile_tests.helpers.planted_products import keys_gradients_launch
-from compile_tests.helpers.uniform_registers import instructions, undefined_descriptors, undefined_reads
-from llmk.registry.devices import INTERPRET
-from llmk.registry.private.tensors import FakeTensorMode
+from compile_tests.helpers.uniform_registers import instructions, undefined_reads
 
 DESCRIPTORS = """
         /*0000*/                   S2UR UR4, SR_CgaCtaId ;                    /* 0x00000000000479c3 */
@@ -48,14 +43,3 @@ def test_a_register_that_is_only_written_from_itself_is_found() -> None:
 def test_both_descriptors_of_a_product_are_read() -> None:
     text = code("UMOV UR18, UR4", "UR18").replace("R24, R76, gdesc[UR16].tnspB, RZ, !UPT", "R24, gdesc[UR16], R24")
     assert [line.name for line in undefined_reads(text)] == ["HGMMA.64x16x16.F32.BF16"]
-
-
-@pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled")
-@pytest.mark.skipif(not triton.__version__.startswith(("3.6.", "3.7.")), reason="seen with Triton 3.6 and 3.7.1")
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_tile_of_which_ptxas_makes_wrong_code(stages: int) -> None:
-    """The products of the planted kernel read what nothing wrote, with one stage."""
-    tile = {"BLOCK_K": 32, "BLOCK_V": 64, "num_warps": 4, "num_stages": stages}
-    with FakeTensorMode():
-        compiled = aot.compile_for(keys_gradients_launch(**tile), aot.TARGETS["sm_90"])
-    assert bool(undefined_descriptors(compiled)) == (stages == 1)
