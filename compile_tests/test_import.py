@@ -75,7 +75,6 @@ def test_imports() -> None:
 
 
 FIRST_USES = {
-    "operator": "assert torch.ops.llmk.rms_norm(x, w).shape == x.shape",
     "held before": "assert held.rms_norm(x, w).shape == x.shape",
     "compiled": "assert torch.compile(call, fullgraph=True, backend='aot_eager')(x, w).shape == x.shape",
     "backend": "torch.compile(F.rms_norm, backend='llmk')(x, (64,), w); assert llmk.compile_report().replaced",

@@ -197,6 +197,7 @@ def test_chunks(tmp_path: Path) -> None:
     assert all(row["ms"] > 0 and row["products_ms"] > 0 for row in rows)
 
 
+@pytest.mark.usefixtures("no_cpp")
 def test_float32_logits(tmp_path: Path) -> None:
     file = tmp_path / "float32_logits.json"
     assert float32_logits.main(["--device", "cpu", "--json", str(file)]) == 0

@@ -58,6 +58,7 @@ def test_trl_computes_what_plain_pytorch_does(name: str) -> None:
     assert_same(losses.trl_loss(name, b), name, b)
 
 
+@pytest.mark.usefixtures("no_cpp")
 def test_every_way_of_a_workload(tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
     options = ["--device", "cpu", "--peers", "none", "--json", str(file)]

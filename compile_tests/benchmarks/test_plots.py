@@ -131,6 +131,7 @@ def test_targets_are_of_workloads() -> None:
     assert set(TARGETS) <= names
 
 
+@pytest.mark.usefixtures("no_cpp")
 def test_growth_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "growth.json"
     assert growth.main(["softmax", "--device", "cpu", "--repeats", "1", "--json", str(file)]) == 0

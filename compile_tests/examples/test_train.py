@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -133,9 +132,7 @@ def test_bad_input_is_one_line_and_exit_code_2(name: str, trained, text: Path, f
 
 
 def test_bad_input_shows_no_traceback(folder: Path):
-    """The program runs in a process that imports all for itself."""
-    command = [sys.executable, TRAIN, *SMALL, "--text", folder / "no_such_file", "--out", folder / "out"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_train(*SMALL, "--text", folder / "no_such_file", "--out", folder / "out")
     assert done.returncode == 2
     assert done.stderr.startswith("train.py: ")
     assert len(done.stderr.splitlines()) == 1

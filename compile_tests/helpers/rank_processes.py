@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = [
     "torch.distributed.tensor",
     "torch._inductor.compile_fx",
-    "llmk",
+    "llmk.ops",
+    "llmk.opcheck",
     "transformers.models.llama.modeling_llama",
     "pytest",
 ]

@@ -22,7 +22,6 @@ from compile_tests.helpers.stub_driver import (
     trace,
 )
 from llmk.nn import LinearCrossEntropyLoss, RMSNorm, RotaryEmbedding, SwiGLUMLP
-from llmk.registry import OPS
 from llmk.registry.devices import INTERPRET
 from llmk.registry.graphs import ops_in_graph_as
 
@@ -31,7 +30,7 @@ pytest.importorskip("tqdm")
 
 import expecttest
 
-from benchmarks.layer import Sizes, Variant, layer, variants
+from benchmarks.layer import PARTS, Sizes, Variant, forms_of, layer
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: kernels run as opaque nodes, on no device")
 
@@ -253,7 +252,6 @@ BACKWARD_KERNELS = {
     "fused_linear_ce": ["scale_kernel", "scale_kernel"],
     "cross_entropy": ["cross_entropy_short_backward_kernel"],
 }
-DECODER_LAYERS = {variant.name: variant for variant in variants(list(OPS), everything=True)}
 
 
 def decoder_layer(variant: Variant) -> tuple[str, str]:
@@ -275,11 +273,12 @@ def fused_in(code: str) -> list[str]:
     return [name for name in names if "flash_attention_for_cpu_backward" not in name]
 
 
-@pytest.mark.parametrize(
-    "name", ["all kernel"] + [f"{op} kernel" for op in ("qk_norm_rope", "relu_squared", "cross_entropy")]
-)
-def test_a_decoder_layer_launches_kernels_and_copies_nothing(name: str) -> None:
-    variant = DECODER_LAYERS[name]
+OTHER_PARTS = PARTS | {"turn": "qk_norm_rope", "mlp": "relu_squared", "loss": "cross_entropy"}
+
+
+@pytest.mark.parametrize("parts", [PARTS, OTHER_PARTS], ids=["first", "others"])
+def test_a_decoder_layer_launches_kernels_and_copies_nothing(parts: dict[str, str]) -> None:
+    variant = Variant("kernels", parts, forms_of(("rms_norm", *parts.values()), "kernel"))
     forward, backward = decoder_layer(variant)
     norm, turn, mlp, loss = variant.parts["add_norm"], *(variant.parts[part] for part in ("turn", "mlp", "loss"))
     order = ["rms_norm", turn, norm, mlp, norm, loss]
@@ -294,11 +293,13 @@ def test_a_decoder_layer_launches_kernels_and_copies_nothing(name: str) -> None:
 
 
 @pytest.mark.skipif(not PINNED, reason="other versions of PyTorch fuse otherwise")
-@pytest.mark.parametrize("op", ["rope", "qk_norm_rope"])
+@pytest.mark.parametrize("op", [pytest.param("rope", marks=pytest.mark.breadth), "qk_norm_rope"])
 def test_plain_pytorch_turns_heads_in_one_kernel_each(op: str) -> None:
+    parts = PARTS | {"turn": op}
+    variant = Variant(f"{op} aten", parts, forms_of(("rms_norm", *parts.values()), "aten", op))
     # As on a GPU, where concatenation is fused.
     with torch._inductor.config.patch(cpu_backend="triton", force_pointwise_cat=True):
-        forward, backward = decoder_layer(DECODER_LAYERS[f"{op} aten"])
+        forward, backward = decoder_layer(variant)
     assert len([fused for fused in fused_in(forward) if "cat" in fused]) == 2
     assert len([fused for fused in fused_in(backward) if "cat" in fused]) == 2
     assert len(fused_in(forward)) == 2
