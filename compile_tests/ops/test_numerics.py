@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
+from compile_tests.helpers.right_calls import require_call
 from llmk.opcheck import path_taken
-from llmk.opcheck.calls import call, representatives, require_accurate
+from llmk.opcheck.calls import representatives
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 from llmk.registry import OPS
 from llmk.registry.devices import INTERPRET
@@ -27,7 +28,7 @@ def test_many_rows(name: str, dtype: torch.dtype, device: torch.device) -> None:
     op = OPS[name]
     assert op.resized is not None
     sample = op.resized(ROWS, device, dtype)
-    require_accurate(op, sample, call(op, sample))
+    require_call(op, sample)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bfloat16], ids=str)
@@ -40,7 +41,7 @@ def test_samples(name: str, dtype: torch.dtype, device: torch.device) -> None:
     if dtype == torch.float16 and device.type == "cpu":
         samples = representatives(op, samples, layouts=True)
     for sample in samples:
-        require_accurate(op, sample, call(op, sample))
+        require_call(op, sample)
 
 
 @pytest.mark.parametrize("path", ["separate", "fused", "epilogue"])
@@ -51,7 +52,7 @@ def test_each_path_of_linear_act(path: str, device: torch.device, monkeypatch: p
     monkeypatch.setattr(sys.modules[op.module], "choose_path", lambda *_: path)
     for sample in op.samples(device, torch.bfloat16):
         if sample.args[0].numel() and (path != "epilogue" or sample.kwargs["activation"] == "relu"):
-            require_accurate(op, sample, call(op, sample))
+            require_call(op, sample)
 
 
 @pytest.mark.parametrize("name", OPS)

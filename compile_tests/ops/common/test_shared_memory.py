@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmk.opcheck.calls import call, require_accurate
+from compile_tests.helpers.right_calls import require_call
 from llmk.ops.common.rows import rows_ahead
 from llmk.registry import OPS, Sample, shared_memory
 from llmk.registry.devices import SHARED_MEMORY, launches_for
@@ -28,14 +28,14 @@ def test_wide_rows(
     args = [torch.randn(3, columns, device=device, dtype=dtype) for _ in range(tensors)]
     sample = Sample((*args, torch.randn(columns, device=device, dtype=dtype)), why=f"{columns} columns")
     with launches_for(32, shared):
-        require_accurate(OPS[name], sample, call(OPS[name], sample))
+        require_call(OPS[name], sample)
 
 
 @pytest.mark.kernels
 def test_wide_rows_of_softmax(device: torch.device) -> None:
     sample = Sample((torch.randn(5, 32768, device=device).bfloat16(),), why="32,768 columns")
     with launches_for(32, RTX_4090):
-        require_accurate(OPS["softmax"], sample, call(OPS["softmax"], sample))
+        require_call(OPS["softmax"], sample)
 
 
 def test_rows_ahead_are_those_that_fit() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from compile_tests.helpers.right_calls import require_call
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.rows import products
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
@@ -68,7 +69,7 @@ def test_nothing_past_the_count_is_read(name: str, chunk_size: int, counted: int
     ignored = torch.randperm(N)[counted:]
     target[ignored] = -100
     sample = Sample((x, weight, target), {"skip_ignored": True, "chunk_size": chunk_size}, why=f"{counted} count")
-    require_accurate(OPS[name], sample, call(OPS[name], sample))
+    require_call(OPS[name], sample)
     assert ends == chunk_counts(counted, chunk_size)
     spoiled = x.clone()
     spoiled[ignored] = float("nan")
@@ -88,7 +89,7 @@ def test_blocks_of_many_tokens_stop_where_logits_do(name: str, monkeypatch: pyte
         target = torch.randint(0, V, (384,)).masked_fill(torch.arange(384) % 4 == 0, -100)
         x, weight = torch.randn(384, H, dtype=torch.bfloat16), torch.randn(V, H, dtype=torch.bfloat16)
         sample = Sample((x, weight, target), {}, why="384 tokens, every fourth ignored")
-        require_accurate(OPS[name], sample, call(OPS[name], sample))
+        require_call(OPS[name], sample)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -99,7 +100,7 @@ def test_a_bias_sums_no_row_past_the_count(options: dict[str, Any], ends: list[i
     bias = torch.randn(V, dtype=torch.bfloat16)
     kwargs = {"linear_bias": bias, "skip_ignored": True, "chunk_size": 4, **options}
     sample = Sample((*inputs(), target), kwargs, why="a bias")
-    require_accurate(OPS["fused_linear_ce"], sample, call(OPS["fused_linear_ce"], sample))
+    require_call(OPS["fused_linear_ce"], sample)
     assert ends == chunk_counts(7, 4)
 
 
@@ -149,7 +150,7 @@ def test_divergences_read_nothing_past_the_count(aligned: bool, counted: int, en
     sample = Sample(
         (*student, *teacher), {"skip_ignored": True, "chunk_size": 6, "labels": labels}, why=f"{counted} count"
     )
-    require_accurate(OPS["fused_linear_jsd"], sample, call(OPS["fused_linear_jsd"], sample))
+    require_call(OPS["fused_linear_jsd"], sample)
     assert ends_of_logits[:4] == [end for end in chunk_counts(counted, 6) for _ in ("student", "teacher")]
 
 
@@ -234,7 +235,7 @@ def test_a_group_that_no_chunk_holds_is_skipped_over_the_batch(
     name: str, make: Callable[..., Sample], group: int, options: dict[str, Any], ends: list[int]
 ) -> None:
     sample = make(options, 2)
-    require_accurate(OPS[name], sample, call(OPS[name], sample))
+    require_call(OPS[name], sample)
     total = int((sample.args[2] != -100).sum())
     starts = range(0, G * group, 2)
     assert ends == [min(max(total - start, 0), min(2, G * group - start)) for start in starts]
@@ -249,7 +250,7 @@ def test_compiled_groups(
     torch._dynamo.reset()
     op, sample = OPS[name], make(options, 2 * group)
     fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), fullgraph=True, dynamic=dynamic)
-    require_accurate(op, sample, call(op, sample, fn=fn))
+    require_call(op, sample, fn=fn)
     assert len(ends) == 3
 
 
