@@ -11,6 +11,7 @@ from torch import Tensor
 
 OUT_OF_RANGE: dict[str, tuple[float, ...]] = {
     "chunk_size": (-1,),
+    "clip_ratio_c": (1.0, 0.2, math.inf),
     "eps": (math.inf, -1.0),
     "k": (0, 10**6),
     "label_smoothing": (math.inf, -1.0, 1.5),

@@ -20,7 +20,7 @@ SHAPES = [[3, 4, 2, 5], [9, 8, 1, 2, 3, 4], [2, 2, 0, 1], [1, 0, 3, 4, 5, 6, 7, 
 
 
 @pytest.mark.usefixtures("no_cpp")
-@pytest.mark.parametrize("name", some_of(LOSSES, ("sft", "dpo", "kto", "gspo", "distill_both_kinds", "distill_topk")))
+@pytest.mark.parametrize("name", some_of(LOSSES, ("dpo", "kto", "gspo", "distill_both_kinds", "distill_topk")))
 def test_one_graph_for_all_sizes(device: torch.device, name: str) -> None:
     torch._dynamo.reset()
     # One through Inductor; the others are only traced, forward and backward.

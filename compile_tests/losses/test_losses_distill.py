@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
-from compile_tests.helpers.loss_references import LossOp, batch, logps_of, loss_op, token_scores
+from compile_tests.helpers.loss_references import batch, logps_of
+from compile_tests.helpers.right_calls import require_call
+from compile_tests.helpers.supervised_references import SEVERAL_TEACHERS, several_teachers_reference
 from llmk import losses
-from llmk.functional import fused_linear_distill, fused_linear_jsd
+from llmk.functional import fused_linear_distill
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.loss.jsd import jsd_terms
 from llmk.registry import Sample
 from llmk.registry.devices import INTERPRET
 
@@ -22,56 +21,6 @@ V = 37
 
 def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def lists(models: tuple[Any, ...]) -> dict[str, list[Any]]:
-    """A hidden state, weight and bias of each teacher, one after the other."""
-    inputs, weights, biases = models[::3], models[1::3], models[2::3]
-    return {
-        "teacher_input": list(inputs),
-        "teacher_linear_weight": list(weights),
-        "teacher_linear_bias": list(biases),
-    }
-
-
-def from_teachers(input: Tensor, linear_weight: Tensor, target: Tensor, *models: Any, **options: Any) -> Any:
-    return losses.distill(input, linear_weight, target, **lists(models), **options)
-
-
-def from_teachers_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *models: Any, beta: float = 0.5, temperature: float = 1.0,
-    softcap: float = 0.0, teacher_temperature: Any = None, teacher_softcap: Any = 0.0, teacher_logit_scale: Any = 1.0,
-    teacher_weight: Tensor | None = None, token_weights: Tensor | None = None, ce_weight: float = 0.0,
-    num_items_in_batch: float | None = None, **_: Any,
-) -> Tensor:  # fmt: skip
-    s, counts = token_scores(input, linear_weight, temperature=temperature, softcap=softcap), target != -100
-    weights = torch.ones_like(s[..., 0]) if token_weights is None else token_weights.to(s.dtype)
-    loss = torch.zeros_like(weights).sum()
-
-    def at(value: Any, i: int) -> Any:
-        return value[i] if isinstance(value, list) else value
-
-    for i, (x, weight, bias) in enumerate(zip(*lists(models).values(), strict=True)):
-        t = token_scores(
-            x.detach(), weight.detach(), linear_bias=bias, softcap=at(teacher_softcap, i),
-            temperature=temperature if teacher_temperature is None else at(teacher_temperature, i),
-            logit_scale=at(teacher_logit_scale, i),
-        )  # fmt: skip
-        each = weights * jsd_terms(s, t, beta).sum(-1)
-        loss = loss + (each if teacher_weight is None else teacher_weight[..., i] * each)[counts].sum()
-    loss = loss / (num_items_in_batch or weights[counts].sum())
-    nll = -torch.cat(logps_of(input, linear_weight, target, softcap=softcap)).sum()
-    return loss + ce_weight * nll / (num_items_in_batch or counts.sum())
-
-
-class Several(LossOp):
-    """A loss whose arguments after the third have names by their places."""
-
-    def argument_names(self) -> list[str]:
-        return ["input", "linear_weight", "target", *(f"teacher_{i}" for i in range(9))]
-
-
-SEVERAL = Several(**vars(loss_op(from_teachers, from_teachers_reference)))
 
 
 def given(device: torch.device, lengths: list[int] = LENGTHS, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
@@ -90,11 +39,15 @@ def test_two_teachers(device: torch.device, beta: float, dtype: torch.dtype) -> 
     weights = torch.rand(*args[2].shape, 2).to(device, dtype)
     kwargs: dict[str, Any] = {"beta": beta, "teacher_weight": weights, "ce_weight": 0.4, "chunk_size": 7}
     caps = {"softcap": 4.0, "teacher_softcap": [3.0, 0.0], "temperature": 1.7, "teacher_temperature": [2.0, 0.5]}
-    require_accurate(SEVERAL, sample := Sample(args, kwargs | caps, why="heads of their own"), call(SEVERAL, sample))
+    require_accurate(
+        SEVERAL_TEACHERS,
+        sample := Sample(args, kwargs | caps, why="heads of their own"),
+        call(SEVERAL_TEACHERS, sample),
+    )
     items = {"token_weights": torch.rand(args[2].shape).to(device), "num_items_in_batch": 41.0}
     scales = {"teacher_weight": weights[0, 0], "teacher_logit_scale": [1.0, 0.5]}
     sample = Sample(args, kwargs | items | scales, why="items of a step")
-    require_accurate(SEVERAL, sample, call(SEVERAL, sample))
+    require_call(SEVERAL_TEACHERS, sample)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,7 +60,7 @@ def test_one_teacher_with_weights_and_items(device: torch.device, dtype: torch.d
         x, weight, target, *teacher[:2], teacher_linear_bias=teacher[2], token_weights=tokens, **options
     )
     double = [each.double() if each.is_floating_point() else each for each in (x, weight, target, *teacher)]
-    right = from_teachers_reference(*double, token_weights=tokens, **options)
+    right = several_teachers_reference(*double, token_weights=tokens, **options)
     torch.testing.assert_close(found.double(), right, rtol=1e-6, atol=0)
     torch.testing.assert_close(metrics["divergence"] + 0.4 * metrics["nll_loss"], found, rtol=1e-6, atol=0)
 
@@ -128,7 +81,7 @@ def test_reduced_and_permuted_vocabularies(device: torch.device, beta: float) ->
     def right(a: Tensor, b: Tensor) -> Tensor:
         teachers = ((x1, w1, reduced), (x2, w2, permuted), (x2, w2, torch.arange(V, device=device)))
         each = [
-            from_teachers_reference(a, b[ids], target, t.to(a.dtype), w.to(a.dtype), None, **options)
+            several_teachers_reference(a, b[ids], target, t.to(a.dtype), w.to(a.dtype), None, **options)
             for t, w, ids in teachers
         ]
         return sum(each) - 0.3 * torch.cat(logps_of(a, b, target)).mean()  # type: ignore[return-value]
@@ -167,51 +120,6 @@ def test_a_map_that_is_none(device: torch.device, ids: list[int], error: Any, me
         assert found.isnan()
 
 
-def test_products(device: torch.device) -> None:
-    """D + 3 for D teachers, where a call for each takes 4 D."""
-    x, target = numbers(6, 16).to(device).requires_grad_(), torch.arange(6, device=device)
-    weight = numbers(V, 16).to(device).requires_grad_()
-    inputs, heads = ([numbers(n, 16).to(device) + i for i in range(3)] for n in (6, V))
-
-    def products(loss: Any) -> float:
-        with FlopCounterMode(display=False) as counter:
-            loss().backward()
-        return counter.get_total_flops() / (2 * 6 * 16 * V)
-
-    def separate() -> Tensor:
-        each = [fused_linear_jsd(x, weight, *teacher) for teacher in zip(inputs, heads, strict=True)]
-        return torch.stack(each).sum()
-
-    together: dict[str, Any] = {"labels": target, "ce_weight": 1.0}
-    assert products(lambda: fused_linear_distill(x, weight, inputs, heads, [], [], [], [], **together)[0]) == 3 + 3
-    assert products(separate) == 4 * 3
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_as_trl(beta: float) -> None:
-    """The sum of TRL's own loss over teachers, each with the weight that it has."""
-    gkd = pytest.importorskip("trl.experimental.gkd")
-    x, weight, target, x1, w1, _, x2, w2, _ = given(torch.device("cpu"))
-    weights = torch.tensor([0.7, 1.6])
-    options: dict[str, Any] = {"beta": beta, "temperature": 1.3}
-
-    def results(dtype: torch.dtype, loss: Any) -> list[Tensor]:
-        a, b = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
-        found = loss(a, b)
-        return [found.detach(), *torch.autograd.grad(found, (a, b))]
-
-    def theirs(a: Tensor, b: Tensor) -> Tensor:
-        student, teachers = F.linear(a, b), [F.linear(t.double(), w.double()) for t, w in ((x1, w1), (x2, w2))]
-        each = [gkd.GKDTrainer.generalized_jsd_loss(student, teacher, target, **options) for teacher in teachers]
-        return (weights.double() * torch.stack(each)).sum()
-
-    def ours(a: Tensor, b: Tensor) -> Tensor:
-        return losses.distill(a, b, target, [x1, x2], [w1, w2], teacher_weight=weights, **options)[0]
-
-    for found, right in zip(results(torch.float32, ours), results(torch.float64, theirs), strict=True):
-        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=2e-6 * float(right.abs().max()))
-
-
 def test_masks_drawn(device: torch.device) -> None:
     """One row, several, packed into one, any tokens masked; skipped or not, in chunks of any size."""
     pytest.importorskip("hypothesis")
@@ -232,9 +140,9 @@ def test_masks_drawn(device: torch.device) -> None:
         options = {"beta": beta, "skip_ignored": skip, "chunk_size": chunk_size, "ce_weight": 0.5}
         sample = Sample((*moved[:2], target, *moved[2:]), options, why="drawn")
         if any(counts):
-            require_accurate(SEVERAL, sample, call(SEVERAL, sample))
+            require_call(SEVERAL_TEACHERS, sample)
         else:
-            outcome = call(SEVERAL, sample)
+            outcome = call(SEVERAL_TEACHERS, sample)
             assert outcome.outputs[0] == 0
             assert not any(grad is None or grad.any() for grad in outcome.gradients.values())
 

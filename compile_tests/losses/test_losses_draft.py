@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from compile_tests.helpers.loss_references import LossOp, batch, loss_op, token_scores
+from compile_tests.helpers.right_calls import require_call
 from llmk import losses
 from llmk.accuracy.rule import accuracy_violation
-from llmk.opcheck.calls import call, require_accurate
 from llmk.registry import Sample
 
 V, CLASSES = 37, 50
@@ -70,10 +70,10 @@ def given(device: torch.device, lengths: list[int], dtype: torch.dtype) -> tuple
 def test_steps(device: torch.device, dtype: torch.dtype) -> None:
     args, ids = given(device, [5, 3, 6, 4], dtype)
     kwargs: dict[str, Any] = {"vocab_map": ids, "position_decay": 0.8}
-    require_accurate(DRAFT, sample := Sample(args, kwargs, why="plain"), call(DRAFT, sample))
+    require_call(DRAFT, Sample(args, kwargs, why="plain"))
     kwargs |= {"token_weights": torch.rand(args[2].shape).to(device), "num_items_in_batch": 23.0, "temperature": 1.5}
     kwargs |= {"teacher_linear_bias": numbers(CLASSES).to(device, dtype), "teacher_logit_scale": 0.5, "softcap": 5.0}
-    require_accurate(DRAFT, sample := Sample(args, kwargs, why="every option"), call(DRAFT, sample))
+    require_call(DRAFT, Sample(args, kwargs, why="every option"))
 
 
 def test_packed(device: torch.device) -> None:
@@ -81,7 +81,7 @@ def test_packed(device: torch.device) -> None:
     args, vocab_map = given(device, [9], torch.float32)
     ids = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]], device=device)
     kwargs = {"vocab_map": vocab_map, "sequence_ids": ids, "skip_ignored": True}
-    require_accurate(DRAFT, sample := Sample(args, kwargs, why="packed"), call(DRAFT, sample))
+    require_call(DRAFT, Sample(args, kwargs, why="packed"))
 
 
 def test_steps_past_the_end_and_no_token(device: torch.device) -> None:

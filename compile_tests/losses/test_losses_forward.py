@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from compile_tests.helpers.loss_references import batch
 from llmk import losses
@@ -97,17 +98,24 @@ on_a_cpu = pytest.mark.skipif("config.getoption('device') != 'cpu'", reason="a G
 
 @on_a_cpu
 @pytest.mark.parametrize("chunk_size", [0, 32, 16, 23, 15, 3])
-def test_products_of_a_pair(device: torch.device, multiplications: list[int], chunk_size: int, keeps: bool) -> None:
-    """Four where a pair of 2 * 8 tokens does not fit into a chunk and nothing is kept, else three."""
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
+def test_products_of_a_group(
+    device: torch.device, multiplications: list[int], loss_type: str, chunk_size: int, keeps: bool
+) -> None:
+    """Four where a pair of 2 * 8 tokens, or a sequence, fits into no chunk and nothing is kept, else three."""
     x, weight, target = batch([5, 3, 6, 6], device)
-    assert target.shape == (4, 8)
-    one, ref_logps = x.numel() * len(weight), torch.zeros(4, device=device)
-    options: dict[str, Any] = {"ref_logps": ref_logps, "chunk_size": chunk_size, "skip_ignored": False}
-    losses.dpo(x, weight, target, **options)
+    sequences = LOSSES[loss_type].sequences
+    one, args = x.numel() * len(weight), (x.unflatten(0, (-1, sequences)), weight, target.unflatten(0, (-1, sequences)))
+    options: dict[str, Any] = {"loss_type": loss_type, "chunk_size": chunk_size}
+    fused_linear_preference(*args, **options)
     assert sum(multiplications) == one
+    again = 0 < chunk_size < 8 * sequences and not keeps
+    args = args[0].requires_grad_(), weight.requires_grad_(), args[2]
     multiplications.clear()
-    losses.dpo(x.requires_grad_(), weight.requires_grad_(), target, **options)
-    assert sum(multiplications) == one * (3 if keeps or chunk_size not in (15, 3) else 4)
+    with FlopCounterMode(display=False) as counter:
+        fused_linear_preference(*args, **options)[0].backward()
+    assert sum(multiplications) == one * (3 + again)
+    assert counter.get_total_flops() == 2 * one * (3 + again)
 
 
 @on_a_cpu
@@ -139,18 +147,10 @@ def test_products_of_a_policy(
     x, weight, target = batch([5, 3, 6, 6], device)
     assert target.shape == (4, 8)
     advantages, ref = torch.ones(4, device=device), torch.zeros(4, 8, device=device)
-    losses.grpo(
-        x.requires_grad_(),
-        weight.requires_grad_(),
-        target,
-        advantages,
-        importance_sampling_level=level,
-        ref_per_token_logps=ref,
-        chunk_size=chunk_size,
-        skip_ignored=False,
-        **options,
-    )[0].backward()
+    given = {"importance_sampling_level": level, "ref_per_token_logps": ref, "chunk_size": chunk_size, **options}
+    args = x.requires_grad_(), weight.requires_grad_(), target, advantages
     again = chunk_size in chunks and (not keeps or "softcap" in options)
+    losses.grpo(*args, skip_ignored=False, **given)[0].backward()
     assert sum(multiplications) == x.numel() * len(weight) * (3 + again)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from compile_tests.helpers.loss_references import batch, logps_of, packed
+from compile_tests.helpers.loss_references import batch, packed
 from compile_tests.helpers.loss_samples import (
     BY_TOKEN,
     GRPO,
@@ -22,10 +22,10 @@ from compile_tests.helpers.loss_samples import (
     make_sample,
     of,
 )
+from compile_tests.helpers.right_calls import require_call
 from llmk import losses
 from llmk.functional import linear_logprobs
 from llmk.losses._policy import largest_covariance
-from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
 from llmk.registry import Sample
 
@@ -59,29 +59,6 @@ def test_metrics_of_the_sampler(device: torch.device, of_sequences: bool) -> Non
         torch.testing.assert_close(metrics[f"sampling/{name}"], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_metrics_of_clipping(device: torch.device) -> None:
-    sample = make_sample(of(GRPO, OLD), device)
-    _, metrics = loss_of(sample)
-    x, weight, target, advantages = sample.args
-    old = sample.kwargs[OLD]
-    low, high = [], []
-    for i, logp in enumerate(logps_of(x, weight, target)):
-        ratio = (logp - old[i][target[i] != -100]).exp()
-        low.append((ratio < 0.8) & (advantages[i] < 0))
-        high.append((ratio > 1.2) & (advantages[i] > 0))
-    means = [[each.float().mean() for each in of_each if len(each)] for of_each in (low, high)]
-    wanted = {
-        "clip_ratio/low_mean": torch.cat(low).float().mean(),
-        "clip_ratio/high_mean": torch.cat(high).float().mean(),
-        "clip_ratio/region_mean": torch.cat(low + high).float().sum() / sum(LENGTHS),
-        "clip_ratio/low_min": min(means[0]),
-        "clip_ratio/high_max": max(means[1]),
-    }
-    assert 0 < wanted["clip_ratio/region_mean"] < 1
-    for name, value in wanted.items():
-        torch.testing.assert_close(metrics[name], value, msg=lambda text, name=name: f"{name}: {text}")
-
-
 @pytest.mark.parametrize("bound", [1.05, 1.2])
 def test_metrics_of_bounds(bound: float, device: torch.device) -> None:
     _, metrics = loss_of(make_sample(of(GRPO, OLD, BY_TOKEN, clip_ratio_c=bound), device))
@@ -105,20 +82,12 @@ def test_losses_that_are_one_another(device: torch.device) -> None:
     torch.testing.assert_close(loss_of(gpg)[0], losses.reinforce(*gpg.args)[0])
 
 
-@pytest.mark.parametrize("loss", [losses.grpo, losses.ppo])
-@pytest.mark.parametrize("bound", [1.0, 0.2, float("nan"), float("inf")])
-def test_dual_clips_that_are_refused(loss: Any, bound: float) -> None:
-    sample = make_sample(of(GRPO, OLD), CPU)
-    with pytest.raises(ValueError, match=f"clip_ratio_c: expected a finite number above 1, got {bound}"):
-        loss(*sample.args, **sample.kwargs, clip_ratio_c=bound)
-
-
 def test_gmpo_where_some_tokens_have_no_advantage(device: torch.device) -> None:
     """Their ratios have A's sign, which is 0, as a factor of their logarithms, and no part in the geometric mean."""
     sample = make_sample(of(GRPO, OLD, BY_TOKEN, loss_type="gmpo", epsilon=0.3, epsilon_high=0.5), device)
     sample.args[3][:, ::2] = 0.0
     for each in (sample, packed(sample, sample.args[2], (OLD,))):
-        require_accurate(GRPO.op, each, call(GRPO.op, each))
+        require_call(GRPO.op, each)
 
 
 def test_what_gmpo_clips(device: torch.device) -> None:
@@ -215,7 +184,7 @@ def test_supports_packed_and_padded(device: torch.device, loss_type: str) -> Non
     args = (*sample.args[:3], sample.args[3][ORDER])
     rows = packed(Sample(args, sample.kwargs, why=sample.why), sample.args[2], (OLD, "support"), ORDER)
     for each in (sample, rows):
-        require_accurate(GRPO.op, each, call(GRPO.op, each))
+        require_call(GRPO.op, each)
     found, expected = loss_of(rows), loss_of(sample)
     torch.testing.assert_close(found, expected)
     assert found[1]["outside_support"].item() == pytest.approx(outside)

@@ -84,52 +84,19 @@ def test_values_and_gradients(name: str, dtype: torch.dtype, compiled: bool, dev
         assert (violation := accuracy_violation(got, composition, expected)) is None, str(violation)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_is_transformers(padded: bool, device: torch.device) -> None:
-    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral", exc_type=ImportError)
-    counted = COUNTED.to(device) if padded else None
-    m = torch.ones(B, T, device=device) if counted is None else counted
-
-    def own(x: Tensor) -> Tensor:
-        expanded = None if counted is None else counted.expand(L, B, T)
-        _, of_probabilities, _, _, counts = router_topk_sums(x, K, counted=expanded)
-        return losses.router_balance(of_probabilities, counts, K)[0]
-
-    def theirs(x: Tensor) -> Tensor:
-        return mixtral.load_balancing_loss_func(tuple(x.flatten(1, 2)), E, K, counted)
-
-    require_same(own, theirs, lambda x: E * balance(x, m, "softmax", (0, 1, 2)), device)
+TRANSFORMERS = ("mixtral.modeling_mixtral", "switch_transformers.modeling_switch_transformers")
 
 
-def test_z_is_transformers(device: torch.device) -> None:
-    name = "transformers.models.switch_transformers.modeling_switch_transformers"
-    switch = pytest.importorskip(name, exc_type=ImportError)
-
-    def own(x: Tensor) -> Tensor:
-        *_, squares, _, counts = router_topk_sums(x, K)
-        return losses.router_z(squares, counts, K)[0]
-
-    m = torch.ones(B, T, device=device)
-    require_same(own, lambda x: switch.router_z_loss_func(x.flatten(0, 1)), lambda x: z(x, m), device)
-
-
-def require_same(
-    own: Callable[[Tensor], Tensor],
-    theirs: Callable[[Tensor], Tensor],
-    definition: Callable[[Tensor], Tensor],
-    device: torch.device,
-) -> None:
-    """The accuracy rule for the loss and its gradient, with another library's as the baseline."""
-    x = logits(torch.float32, device)
-    exact = x.detach().double().requires_grad_()
-
-    def results(loss: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
-        y = loss(x)
-        return [y, *torch.autograd.grad(y, [x])]
-
-    found = results(own, x), results(theirs, x), results(definition, exact)
-    for got, baseline, expected in zip(*found, strict=True):
-        assert (violation := accuracy_violation(got, baseline, expected)) is None, str(violation)
+def test_the_definitions_are_those_of_transformers() -> None:
+    """Of tokens of which some do not count, and of all; the z-loss of all alone."""
+    mixtral, switch = (pytest.importorskip(f"transformers.models.{x}", exc_type=ImportError) for x in TRANSFORMERS)
+    x = logits(torch.float64, torch.device("cpu"))
+    for counted in (None, COUNTED):
+        theirs: Any = mixtral.load_balancing_loss_func(tuple(x.flatten(1, 2)), E, K, counted)
+        every = torch.ones(B, T) if counted is None else counted
+        torch.testing.assert_close(theirs.double(), E * balance(x, every, "softmax", (0, 1, 2)), rtol=1e-6, atol=0)
+    z_loss: Any = switch.router_z_loss_func(x.flatten(0, 1))
+    torch.testing.assert_close(z_loss, z(x, torch.ones(B, T)))
 
 
 def test_it_is_least_where_all_are_busy(device: torch.device) -> None:

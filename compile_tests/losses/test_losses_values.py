@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from compile_tests.helpers.loss_references import packed
-from compile_tests.helpers.loss_samples import CASES, DPO, MODEL, ON_RANKS, PAIRS, make_sample, of
+from compile_tests.helpers.loss_samples import CASES, DPO, IN_SLICES, MODEL, ON_RANKS, PAIRS, make_sample, of
+from compile_tests.helpers.right_calls import require_call
 from llmk import losses
-from llmk.opcheck.calls import call, require_accurate
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 WAYS = [(name, FLOAT32, False) for name in CASES]
 OF_TYPES = {name for name in CASES if name.endswith((" token", " sequence", " first step"))}
-WAYS += [(name, FLOAT32, True) for name in CASES if name not in OF_TYPES and CASES[name].loss.has_sequences]
+WAYS += [(name, FLOAT32, True) for name in (ON_RANKS | IN_SLICES) if CASES[name].loss.has_sequences]
 WAYS += [(name, BFLOAT16, False) for name in CASES if name in ON_RANKS or name in OF_TYPES]
 
 
@@ -21,7 +21,7 @@ WAYS += [(name, BFLOAT16, False) for name in CASES if name in ON_RANKS or name i
 def test_values_and_gradients(name: str, dtype: torch.dtype, packs: bool, device: torch.device) -> None:
     given = make_sample(CASES[name], device, dtype, packs=packs)
     op = CASES[name].loss.op
-    require_accurate(op, given, call(op, given))
+    require_call(op, given)
 
 
 ORDERED = ("dpo", "aot", "cpo", "simpo", "orpo", "dpo sft", "weights of all classes", "pairs in the forward pass")
@@ -37,7 +37,7 @@ def test_the_order_of_pairs_is_said(name: str, order: str, packs: bool, device: 
     if packs:
         given = packed(given, given.args[2], ("ref_input",))
         given.kwargs["num_sequences"] = len(PAIRS)
-    require_accurate(case.loss.op, given, call(case.loss.op, given))
+    require_call(case.loss.op, given)
 
 
 @pytest.mark.parametrize("name", ["dpo", "cpo", "simpo", "orpo"])
