@@ -84,8 +84,6 @@ def dpo(x: Tensor, w: Tensor, t: Tensor, **options: Any) -> Any:
 
 
 WRONG: list[tuple[str, Callable[[Tensor, Tensor, Tensor], Any]]] = [
-    (r"input: expected shape \[B, S, H\], got \(4,", lambda x, w, t: losses.orpo(x[:, 0], w, t)),
-    (r"advantages: expected shape \(4,\) .*for each sequence\) or", lambda x, w, t: losses.grpo(x, w, t, x[:, :2, 0])),
     ("input: expected an even number", lambda x, w, t: losses.cpo(x[:3], w, t[:3])),
     ("ref_logps: expected .*or in their place ref_input and", lambda x, w, t: losses.dpo(x, w, t)),
     ("ref_linear_weight: .* where ref_logps is None", lambda x, w, t: losses.dpo(x, w, t, ref_input=x)),

@@ -157,10 +157,6 @@ X, W, T = numbers(2, 3, 8), numbers(11, 8), torch.tensor([[1, 2, -100], [0, 10, 
     [
         ({"teacher_input": [], "teacher_linear_weight": []}, ValueError, "teacher_input: .* at least one teacher"),
         ({"teacher_linear_weight": [W, W[:9]]}, ValueError, r"teacher_linear_weight\[1\]: expected .*, got 9"),
-        ({"teacher_linear_weight": [W, W[:, :3]]}, ValueError, r"teacher_linear_weight\[1\]: expected shape \[V, 8\]"),
-        ({"teacher_linear_weight": [W, 1]}, TypeError, r"teacher_linear_weight\[1\]: expected a tensor, got int"),
-        ({"teacher_linear_bias": [None, W[:5, 0]]}, ValueError, r"teacher_linear_bias\[1\]: expected shape \(11,\)"),
-        ({"teacher_input": [X, X[:1]]}, ValueError, r"teacher_input\[1\]: expected shape \(2, 3, H\)"),
         ({"teacher_input": [X, X.half()]}, TypeError, r"teacher_(input|linear_weight)\[1\]: expected dtype"),
         ({"teacher_temperature": [1.0, 0.0]}, ValueError, r"teacher_temperature\[1\]: expected a finite pos"),
         ({"teacher_softcap": [1.0, -1.0]}, ValueError, r"teacher_softcap\[1\]: expected"),
@@ -176,16 +172,7 @@ def test_a_wrong_call_names_the_argument(wrong: dict[str, Any], error: type[Exce
         losses.distill(X, W, T, **arguments)
 
 
-def test_an_operator_refuses_what_is_no_list() -> None:
-    for wrong, message in (
-        ((X, [W], [], [], [], []), "teacher_input: expected a list of tensors, got torch.Tensor"),
-        (([X], [None], [], [], [], []), r"teacher_linear_weight\[0\]: expected a tensor, got None"),
-        (([X], [W], None, [], [], []), "teacher_linear_bias: expected a list of tensors, got None"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            fused_linear_distill(X, W, *wrong)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"teacher_softcap\[0\]: expected a number, got str"):
-        fused_linear_distill(X, W, [X], [W], [], [], [], [], teacher_softcap=["a"])  # type: ignore[list-item]
+def test_an_operator_refuses() -> None:
     with pytest.raises(NotImplementedError, match="teacher_linear_weight"):
         fused_linear_distill(X, W, [X], [W.clone().requires_grad_()], [], [], [], [])
     with pytest.raises(ValueError, match="labels: expected class indices for a ce_weight"):

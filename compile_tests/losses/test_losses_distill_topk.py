@@ -233,34 +233,8 @@ def test_an_id_that_is_no_class(device: torch.device, wrong: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        ({"teacher_ids": [IDS, 1]}, TypeError, r"teacher_ids\[1\]: expected a tensor of integers, got int"),
-        ({"teacher_ids": [IDS, LOGPROBS]}, TypeError, r"teacher_ids\[1\]: expected .* integers, got dtype float32"),
-        ({"teacher_ids": [IDS, T]}, ValueError, r"teacher_ids\[1\]: expected shape \(2, 3, K\) .*, got \(2, 3\)"),
-        ({"teacher_ids": [IDS, IDS[:, :2]]}, ValueError, r"teacher_ids\[1\]: expected shape \(2, 3, K\)"),
-        ({"teacher_ids": [IDS, IDS[..., :0]]}, ValueError, r"teacher_ids\[1\]: expected .* K at least 1"),
-        ({"teacher_ids": IDS}, TypeError, "teacher_logprobs: expected a single one for a single teacher_ids, got 2"),
-        ({"teacher_logprobs": [LOGPROBS, IDS]}, TypeError, r"teacher_logprobs\[1\]: expected a tensor of numbers"),
-        (
-            {"teacher_logprobs": [LOGPROBS, LOGPROBS[..., :1]]}, ValueError,
-            r"teacher_logprobs\[1\]: expected shape \(2, 3, 2\) \(that of teacher_ids\[1\]\), got \(2, 3, 1\)",
-        ),
-        ({"vocab_group": "any"}, ValueError, "vocab_group: expected None with several teachers"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)  # fmt: skip
-def test_a_wrong_call_names_the_argument(wrong: dict[str, Any], error: type[Exception], message: str) -> None:
-    lists = {"teacher_ids": [IDS, IDS], "teacher_logprobs": [LOGPROBS, LOGPROBS]}
-    with pytest.raises(error, match=message):
-        losses.distill(X, W, T, X, W, **lists | wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
     ("ids", "logprobs", "error", "message"),
     [
-        (IDS, [LOGPROBS], TypeError, "teacher_ids: expected a list of tensors, got torch.Tensor"),
-        ([IDS, IDS], [LOGPROBS], ValueError, "teacher_logprobs: expected 2, one for each of teacher_ids, got 1"),
         ([IDS.short()], [LOGPROBS], TypeError, r"teacher_ids\[0\]: expected a tensor of dtype int64, int32, got int16"),
         ([T], [LOGPROBS], ValueError, r"teacher_ids\[0\]: expected shape \(2, 3\) and at least one .*, got \(2, 3\)"),
         ([IDS[:1]], [LOGPROBS], ValueError, r"teacher_ids\[0\]: expected shape \(2, 3\) .*, got \(1, 3, 2\)"),

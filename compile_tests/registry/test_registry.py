@@ -124,9 +124,7 @@ def test_schema_is_a_contract(name: str) -> None:
 
 
 x, w, t = torch.randn(4, 8), torch.randn(8), torch.tensor([0, 1, 2, 3])
-h, x3 = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2)
-q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8)
-qt, kt = q.transpose(1, 2), k.transpose(1, 2)
+q = torch.randn(1, 4, 3, 8)
 
 
 WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
@@ -141,39 +139,15 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] =
     ("swiglu", (x[:, :7],), {}, ValueError, "gate: expected shape .* when up is None"),
     ("geglu", (x[:, :7],), {}, ValueError, "gate: expected shape .* when up is None"),
     ("gated_linear", (x[:, :5], None, x), {}, ValueError, r"gate: expected shape \[\.\.\., 2F\]"),
-    ("gated_linear", (x, None, x), {}, ValueError, r"weight: expected shape \[N, 4\] to fit gate, got \(4, 8\)"),
     ("embedding", (t, x, 4), {}, ValueError, "padding_idx: expected a row from -4 to 3, got 4"),
     ("embedding", (t, x, -5), {}, ValueError, "padding_idx: expected a row from -4 to 3, got -5"),
     ("rms_norm_gated", (x, x), {"group_size": 3}, ValueError, "group_size: expected 0 or a divisor .* 8, got 3"),
     ("causal_conv1d", (q[0], x[:, :1]), {}, ValueError, r"weight: expected shape \[D, K\] with K from 2 to 8"),
-    ("causal_conv1d", (x3, x3[0]), {"context_group": "no"}, ValueError, "context_group: .* got 'no'"),
-    ("gated_delta_rule", (h, h, h[:, :, :1], x3, x3), {}, ValueError, "v: expected .* multiple of the 2 .* got 1"),
     ("sparsemax", (x, 2), {}, IndexError, r"dim: expected an axis from -2 to 1, got 2"),
     ("softmax", (x, 2), {}, IndexError, r"dim: .*expected to be in range of \[-2, 1\], but got 2"),
     ("softmax", (x[0, 0], -2), {}, IndexError, r"dim: .*expected to be in range of \[-1, 0\], but got -2"),
     ("sinkhorn", (x[:, :4], 0), {}, ValueError, "iterations: expected at least 1, got 0"),
     ("linear_act", (x[0, 0], x), {}, ValueError, r"input: expected shape \[\.\.\., K\], got \(\)"),
-    ("maxsim", (x, x[None]), {"query_offsets": t.int() + 9}, IndexError, "query_offsets: expected ends of groups"),
-    ("maxsim", (x.view(2, 2, 8), x[None]), {"pairwise": True}, ValueError, "pairwise: expected as many documents"),
-    ("splade_head", (x[None], x), {"mask": x}, TypeError, "^mask: expected .* bool"),
-    ("rope", (qt, kt, cos, cos), {}, ValueError, r"q: .* the .* positions of cos, got .*transpose\(1, 2\)"),
-    ("rope", (q, k, cos[..., :5], cos[..., :5]), {}, ValueError, "cos: expected an even number"),
-    *(
-        (name, args, {}, TypeError, f"{argument}: expected dtype float32 like {first}, got float16")
-        for name, args, argument, first in (
-            ("swiglu", (x, x.half()), "up", "gate"),
-            ("geglu", (x, x.half()), "up", "gate"),
-            ("add", (x, x.half()), "other", "input"),
-            ("add_rms_norm", (x, x.half(), w), "residual", "input"),
-            ("qk_norm_rope", (q, k.half(), w, w, cos, cos), "k", "q"),
-            ("gated_delta_rule", (h, h, h.half(), x3, x3), "v", "q"),
-            ("kl_div", (x, x.half()), "target", "input"),
-            ("linear_act", (x, x.half()), "weight", "input"),
-            ("linear_act", (x, x, w[:4].half()), "bias", "input"),
-            ("gated_linear", (x, x, x.half()), "weight", "gate"),
-            ("rms_norm_linear", (x, w, x, x.half()), "second", "input"),
-        )
-    ),
     ("rms_norm", (None,), {}, TypeError, "^input: expected a tensor, got None"),
     ("linear_act", (x, None), {}, TypeError, "^weight: expected a tensor, got None"),
     ("add", (x.to_sparse(), x), {}, TypeError, "^input: .* expected a dense tensor, got layout torch.sparse_coo"),
@@ -196,30 +170,13 @@ RMS_NORM = "; rms_norm takes input, weight, eps, *, offset"
     ("call", "message"),
     [
         (lambda: llmk.functional.rms_norm(x.numpy()), "input: expected a tensor, got numpy.ndarray" + RMS_NORM),
-        (lambda: llmk.functional.rms_norm(x, [1.0] * 8), "weight: expected a tensor, got list" + RMS_NORM),
-        (lambda: llmk.functional.rms_norm(x, (8,), w), "weight: expected a tensor, got tuple" + RMS_NORM),
         (
             lambda: llmk.functional.linear_logprobs(x, x, t, w),
             "linear_logprobs: too many positional arguments; linear_logprobs takes input, linear_weight, target, *, "
             "linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size, logits_dtype, "
             "support, add_tail, entropy, vocab_start, num_classes, group_name",
         ),
-        (
-            lambda: llmk.functional.linear_logprobs(x, x, t, logits_dtype="bfloat16"),
-            "logits_dtype: expected a torch.dtype, got str; linear_logprobs takes input, linear_weight, target, *, "
-            "linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size, logits_dtype, "
-            "support, add_tail, entropy, vocab_start, num_classes, group_name",
-        ),
-        (lambda: llmk.functional.rms_norm(None), "input: expected a tensor, got None" + RMS_NORM),
         (lambda: llmk.functional.rms_norm(x, w, "1e-6"), "eps: expected a number, got str" + RMS_NORM),
-        (
-            lambda: llmk.functional.group_norm(x, 2.0),
-            "num_groups: expected an integer, got float; group_norm takes input, num_groups, weight, bias, eps",
-        ),
-        (
-            lambda: llmk.functional.kl_div(x, x, reduction=None),
-            "reduction: expected a string, got None; kl_div takes input, target, *, reduction, log_target",
-        ),
         (
             lambda: llmk.functional.rms_norm(x, epsilon=1e-6),
             "rms_norm: got an unexpected keyword argument 'epsilon'" + RMS_NORM,
