@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SAME = 1e-5  # relative; of losses that differ by the order of sums
-STEPS = 6
+STEPS = 4
 
 
 class Runs:
@@ -92,7 +92,7 @@ def require_same_training(runs: Runs, models: tuple[str, ...], more: dict[str, l
 
 
 def test_two_processes_train_what_one_does(runs: Runs):
-    clipped = {f"clipped {way}": ["--clip", 0.5, "--parallel", way] for way in ("ddp", "fsdp", "tp")}
+    clipped = {f"clipped {way}": ["--clip", 0.5, "--parallel", way] for way in ("fsdp", "tp")}
     more = {"llama-nano ddp": ["--parallel", "ddp"], "llama-nano plain tp": ["--plain", "--parallel", "tp"]}
     more |= {f"llama-nano compiled {way}": ["--compile", "--parallel", way] for way in ("fsdp", "tp")}
     require_same_training(runs, ("llama-nano", "qwen3-nano"), more | clipped)

@@ -1,10 +1,11 @@
 """Python files run as `python FILE ARGUMENTS` runs them, in processes forked from a server with their imports.
 
-A fork has the server's modules, so an import that a file lacks may go unseen, and Inductor compiles no C++:
-`tools.installed` and `make train` start fresh ones.
+A fork has the server's modules, so an import that a file lacks may go unseen, Inductor compiles no C++, and what a file
+would spawn is forked: `tools.installed` and `make train` start fresh ones.
 """
 
 import faulthandler
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -52,7 +53,13 @@ def _redirected(run: Callable[[], None], where: Path, out: Path, err: Path) -> N
     os.chdir(where)
     torch.set_num_threads(1)
     write_no_cpp()
+    multiprocessing.get_context = partial(_context, multiprocessing.get_context)
     run()
+
+
+def _context(contexts: Callable[[str | None], Any], method: str | None = None) -> Any:
+    """Return a fork's context where a fresh process is asked for."""
+    return contexts("fork" if method == "spawn" else method)
 
 
 def _run_file(words: list[str]) -> None:

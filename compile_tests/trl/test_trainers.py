@@ -27,12 +27,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulated": {"gradient_accumulation_steps": 2},
 }
 IN_EVERY_RUN = {
-    ("sft", "plain"), ("sft_packing", "accumulated"), ("sft_padding_free", "checkpointed"), ("dpo", "accumulated"),
-    ("dpo_padding_free", "PEFT"), ("dpo_ref_model", "plain"), ("kto", "PEFT"), ("grpo", "checkpointed"),
-    ("rloo", "plain"), ("gmpo", "PEFT"), ("async_grpo", "accumulated"), ("distillation", "accumulated"),
-    ("distillation_forward", "PEFT"), ("distillation_reverse", "checkpointed"),
+    ("sft_packing", "accumulated"), ("sft_padding_free", "checkpointed"), ("dpo_padding_free", "PEFT"),
+    ("dpo_ref_model", "plain"), ("kto", "PEFT"), ("grpo", "checkpointed"), ("rloo", "plain"),
+    ("async_grpo", "accumulated"), ("distillation_forward", "PEFT"),
 }  # fmt: skip
-"""Each trainer in one way; `--breadth` runs the others."""
+"""Each way in which a trainer calls the head, in one setting; `--breadth` runs the others."""
 
 CANCELLED = 4 * torch.finfo(torch.float32).eps * 5 * math.log(101)
 """The error that a difference of losses may have: advantages add up to zero, and each multiplies the exponential of a
