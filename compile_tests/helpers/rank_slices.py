@@ -42,11 +42,16 @@ def bounds(slicing: str, rank: int, world: int, V: int) -> tuple[int, int]:
     return first, min(V, first + 1)
 
 
+def require_same_on_ranks(*found: Tensor) -> None:
+    """Require the same bits on all ranks."""
+    for numbers in (x.detach().contiguous().nan_to_num() for x in found):
+        everywhere = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+        dist.all_gather(everywhere, numbers)
+        assert all(torch.equal(numbers, other) for other in everywhere)
+
+
 def require_accurate_on_ranks(op: Op, sample: Sample, outcome: Outcome) -> None:
     """Require the accuracy rule of the first rank's results and gradients, and the same bits of the others'."""
-    found = torch.cat([x.detach().flatten().double() for x in outcome.results() if x is not None]).nan_to_num()
-    everywhere = [torch.empty_like(found) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, found)
-    assert all(torch.equal(found, other) for other in everywhere)
+    require_same_on_ranks(*(x for x in outcome.results() if x is not None))
     if dist.get_rank() == 0:
         require_accurate(op, sample, outcome)

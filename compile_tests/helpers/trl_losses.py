@@ -186,74 +186,38 @@ def _answering(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, Any]:
     return {"_get_per_token_logps_and_entropies": lambda *args, **kwargs: (of.log_probs, of.entropy.detach(), None)}
 
 
-def rloo(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    advantages: Tensor,
-    *,
-    old_logps: Tensor,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-) -> Result:
-    high = epsilon if epsilon_high is None else epsilon_high
-    model = _Model(x, weight)
-    answering = _answering(x, weight, target)
-    trainer = _trainer(RLOOTrainer, model, epsilon_low=epsilon, epsilon_high=high, **answering)
+def rloo(x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, *, old_logps: Tensor, **options: Any) -> Result:
+    model, low = _Model(x, weight), options.get("epsilon", 0.2)
+    bounds = {"epsilon_low": low, "epsilon_high": options.get("epsilon_high", low)}
+    trainer = _trainer(RLOOTrainer, model, **bounds, **_answering(x, weight, target))
     batch = _policy_batch(target, advantages=advantages, old_logps=old_logps)
     return trainer._compute_loss(model, batch), _metrics(trainer)
 
 
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+OF_ARGUMENTS = {
+    "delta": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "use_bias_correction_kl": True,
+    "steps_per_generation": 1, **VESPO,
+}  # fmt: skip
+"""What a GRPOTrainer reads from its arguments; the rest are attributes of its own."""
+OF_GRPO = {
+    "loss_type": "dapo", "beta": 0.0, "importance_sampling_level": "token", "off_policy_mask_threshold": None,
+    "top_entropy_quantile": 1.0, "_entropy_bonus_enabled": False, "vllm_importance_sampling_correction": True,
+}  # fmt: skip
+TENSORS = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
+
+
 def grpo(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    advantages: Tensor,
-    *,
-    num_items_in_batch: float,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    loss_type: str = "dapo",
-    beta: float = 0.0,
-    importance_sampling_level: str = "token",
-    max_completion_length: int | None = None,
-    off_policy_mask_threshold: float | None = None,
-    importance_sampling_ratio: Tensor | None = None,
-    top_entropy_quantile: float = 1.0,
-    **given: Any,
+    x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, *, num_items_in_batch: float, **options: Any
 ) -> Result:
-    model = _Model(x, weight)
-    args = SimpleNamespace(
-        delta=delta,
-        sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05,
-        vespo_k_pos=2.0,
-        vespo_lambda_pos=3.0,
-        vespo_k_neg=3.0,
-        vespo_lambda_neg=2.0,
-        use_bias_correction_kl=True,
-        steps_per_generation=1,
-    )
-    trainer = _trainer(
-        GMPOTrainer if loss_type == "gmpo" else GRPOTrainer,
-        model,
-        args=args,
-        epsilon_low=epsilon,
-        beta=beta,
-        loss_type=loss_type,
-        epsilon_high=epsilon if epsilon_high is None else epsilon_high,
-        top_entropy_quantile=top_entropy_quantile,
-        importance_sampling_level=importance_sampling_level,
-        off_policy_mask_threshold=off_policy_mask_threshold,
-        max_completion_length=max_completion_length or target.shape[1],
-        _entropy_bonus_enabled=False,
-        use_vllm=importance_sampling_ratio is not None,
-        vllm_importance_sampling_correction=True,
-        **_answering(x, weight, target),
-    )
-    if importance_sampling_ratio is not None:
-        given["importance_sampling_ratio"] = importance_sampling_ratio
+    model, low = _Model(x, weight), options.pop("epsilon", 0.2)
+    given = {name: options.pop(name) for name in TENSORS if name in options}
+    args = SimpleNamespace(**OF_ARGUMENTS | {name: options.pop(name) for name in OF_ARGUMENTS if name in options})
+    bounds = {"epsilon_low": low, "epsilon_high": options.pop("epsilon_high", low)}
+    options = OF_GRPO | {"max_completion_length": target.shape[1], **options, **bounds}
+    kind = GMPOTrainer if options["loss_type"] == "gmpo" else GRPOTrainer
+    of_sampler = {"use_vllm": "importance_sampling_ratio" in given}
+    trainer = _trainer(kind, model, args=args, **options, **of_sampler, **_answering(x, weight, target))
     items = torch.tensor(num_items_in_batch)
     batch = _policy_batch(target, advantages=advantages, num_items_in_batch=items, **given)
     return trainer._compute_loss(model, batch), _metrics(trainer)

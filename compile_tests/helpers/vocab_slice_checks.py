@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from compile_tests.helpers.loss_samples import IN_SLICES, make_sample
 from compile_tests.helpers.rank_processes import here
-from compile_tests.helpers.rank_slices import OwnRows, bounds, require_accurate_on_ranks
+from compile_tests.helpers.rank_slices import OwnRows, bounds, require_accurate_on_ranks, require_same_on_ranks
 from llmk import functional, losses
 from llmk.functional import VocabSlice, linear_logprobs, vocab_slice
 from llmk.opcheck.calls import call
@@ -57,10 +57,7 @@ def in_slices(
         assert own["linear_weight"].shape[0] == stop - start
         own_slice = vocab_slice(own["linear_weight"], group(), vocab_start=start, num_classes=V)
         results = fn(**own, **arguments(own_slice))
-        for result in results if isinstance(results, tuple) else (results,):
-            everywhere = [torch.empty_like(result) for _ in range(world)]
-            dist.all_gather(everywhere, result.detach().contiguous())
-            assert all(torch.equal(result.nan_to_num(), other.nan_to_num()) for other in everywhere)
+        require_same_on_ranks(*(results if isinstance(results, tuple) else (results,)))
         return results
 
     return sliced

@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from compile_tests.helpers.loss_calls import numbers
 from compile_tests.helpers.wrong_arguments import complete, not_named, wrong_sizes, wrong_values
 from llmk import losses, rl
 
 B, S, H, V = 4, 5, 8, 11
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 X, W = numbers(B, S, H), numbers(V, H)

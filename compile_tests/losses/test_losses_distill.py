@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compile_tests.helpers.loss_calls import numbers
 from compile_tests.helpers.loss_references import batch, logps_of
 from compile_tests.helpers.right_calls import require_call
 from compile_tests.helpers.supervised_references import SEVERAL_TEACHERS, several_teachers_reference
@@ -17,10 +18,6 @@ from llmk.registry.devices import INTERPRET
 
 LENGTHS = [5, 1, 7, 0, 4]
 V = 37
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def given(device: torch.device, lengths: list[int] = LENGTHS, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:

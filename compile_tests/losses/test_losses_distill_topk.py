@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from compile_tests.helpers.loss_calls import numbers
 from compile_tests.helpers.loss_references import batch
 from compile_tests.helpers.right_calls import require_call
 from compile_tests.helpers.supervised_references import SEVERAL_TEACHERS, several_teachers
@@ -22,10 +23,6 @@ from llmk.registry.devices import INTERPRET
 
 LENGTHS = [5, 1, 7, 0, 4]
 V = 37
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def topk(tokens: torch.Size, K: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compile_tests.helpers.loss_calls import numbers
 from compile_tests.helpers.loss_references import LossOp, batch, loss_op, token_scores
 from compile_tests.helpers.right_calls import require_call
 from llmk import losses
@@ -13,10 +14,6 @@ from llmk.accuracy.rule import accuracy_violation
 from llmk.registry import Sample
 
 V, CLASSES = 37, 50
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def three_steps(

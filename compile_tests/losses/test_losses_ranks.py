@@ -25,6 +25,7 @@ from compile_tests.helpers.loss_calls import LOSSES, gradients
 from compile_tests.helpers.loss_samples import CONTEXT, DATA, GRPO, OLD, PACKED_ON_RANKS, Loss, make_sample, of
 from compile_tests.helpers.loss_samples import ON_RANKS as CASES
 from compile_tests.helpers.rank_processes import errors_of_ranks, here
+from compile_tests.helpers.rank_slices import require_same_on_ranks
 from compile_tests.helpers.supervised_references import two_heads
 from llmk import losses
 from llmk.opcheck.calls import call, require_accurate
@@ -111,10 +112,7 @@ def parallel(loss: Loss, split: Split, fn: Callable[..., Any], found: dict[str, 
         if "num_sequences" in options:
             options["num_sequences"] = len(own)
         result, metrics = fn(*map(cut, args), **options, **groups)
-        numbers = torch.stack([result.detach(), *metrics.values()]).nan_to_num()
-        everywhere = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
-        dist.all_gather(everywhere, numbers)
-        assert all(torch.equal(numbers, other) for other in everywhere)
+        require_same_on_ranks(torch.stack([result.detach(), *metrics.values()]))
         found.update(metrics)
         return result
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from compile_tests.helpers.backend_checks import require_same
 from compile_tests.helpers.observers import LargestTensor
 from compile_tests.helpers.rank_processes import errors_of_ranks
-from compile_tests.helpers.rank_slices import OwnRows
+from compile_tests.helpers.rank_slices import OwnRows, require_same_on_ranks
 from compile_tests.helpers.right_calls import require_call
 from llmk import losses
 from llmk.functional import info_nce
@@ -220,9 +220,7 @@ def together(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
         result = fn(own(query), own(key), None if negatives is None else own(negatives), **rows, group_name=name)
         if result.dim():
             return AllLosses.apply(result)  # type: ignore[return-value]
-        everywhere = [torch.empty_like(result) for _ in range(world)]
-        dist.all_gather(everywhere, result.detach())
-        assert all(torch.equal(result, other) for other in everywhere)
+        require_same_on_ranks(result)
         return result
 
     return loss

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from compile_tests.helpers import vocab_slice_checks as slices
 from compile_tests.helpers.rank_processes import errors_of_ranks
-from compile_tests.helpers.rank_slices import OwnRows, bounds, require_accurate_on_ranks
+from compile_tests.helpers.rank_slices import OwnRows, bounds, require_accurate_on_ranks, require_same_on_ranks
 from llmk.functional import fused_linear_ce, vocab_parallel_linear_ce
 from llmk.opcheck.calls import call
 from llmk.ops.linear_loss.chunked._dtensors import vocab_mesh_dim
@@ -54,9 +54,7 @@ def parallel(rank: int, world: int, slicing: str, fn: Callable[..., Tensor] = vo
             num_classes=V,
             group_name=dist.group.WORLD.group_name,  # type: ignore[union-attr]
         )
-        everywhere = [torch.empty_like(result) for _ in range(world)]
-        dist.all_gather(everywhere, result.detach().contiguous())
-        assert all(torch.equal(result.nan_to_num(), other.nan_to_num()) for other in everywhere)
+        require_same_on_ranks(result)
         return result
 
     return loss
