@@ -81,6 +81,28 @@ def zeroes_the_next_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def adds_the_last_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    """Each program reads half the bytes of what the one before has stored, and none stores where another one does."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    last = (y_ptr + (row - 1) * N).to(tl.pointer_type(tl.int16), bitcast=True)
+    added = tl.load(last + 2 * cols + 1, mask=cols < tl.where(row > 0, N, 0), other=0)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0)
+    tl.store(y_ptr + row * N + cols, x * x + added, mask=cols < N)
+
+
+@triton.jit
+def takes_the_first_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    """The program that comes first takes all columns, the others none: by an exchange of integers."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    found = tl.atomic_cas(y_ptr.to(tl.pointer_type(tl.int32), bitcast=True), 0, row.to(tl.int32) + 1)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0)
+    left = tl.where(found == 0, N - 1, 0)
+    tl.store(y_ptr + row * N + cols + 1, x * x, mask=cols < left)
+
+
+@triton.jit
 def float_atomic_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -166,7 +188,7 @@ def _resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
 def square_by(kernel: Any) -> Op:
     """x * x as an operator whose forward pass is the kernel."""
     name = f"square_by_{kernel.__name__}"
-    zeroed = kernel is float_atomic_kernel
+    zeroed = kernel in (float_atomic_kernel, takes_the_first_kernel)
     op = torch.library.custom_op(
         f"llmk_test::{name}",
         lambda input: _launch(kernel, input, zeroed),
@@ -199,6 +221,8 @@ BROKEN_KERNELS = [
     (turns_by_data_kernel, "every_kernel_ends", "has no bound: expected a comparison of a counter"),
     (unwritten_tail_kernel, "every_element_written", "output 0: 20 element(s) never written"),
     (first_rows_kernel, "other_sizes", "the first of 19220 wrong elements, [64, 0], is nan"),
+    (adds_the_last_kernel, "any_program_order", "element 37 of y_ptr depends on the order of the programs"),
+    (takes_the_first_kernel, "any_program_order", "element 0 of y_ptr depends on the order of the programs"),
     (short_rows_kernel, "far_rows", "an offset of 32 bits wraps"),
 ]
 """Each with the promise that names its fault first, and words of how it does."""

@@ -87,21 +87,52 @@ class _Argument:
         return found & (index == 0)
 
 
+@dataclass(frozen=True)
+class _Access:
+    """The machine addresses of elements that a program touched at once, and the bytes of each element."""
+
+    program: int
+    addresses: np.ndarray
+    size: int
+
+    def parts(self, size: int) -> np.ndarray:
+        """The addresses of the parts of such a size that the elements have."""
+        return np.add.outer(self.addresses, np.arange(0, self.size, size, dtype=np.uint64)).ravel()
+
+
 @dataclass
 class _Launch:
     kernel: str
     named: dict[str, Tensor]
     order: Callable[[int, int], int]
     tracks: bool
-    """True where written addresses are noted, to tell sums from races, in a launch that runs again."""
+    """True where accesses are noted, to tell which launches depend on the order of their programs."""
     arguments: list[_Argument] = field(default_factory=list)
-    stored: list[np.ndarray] = field(default_factory=list)
-    summed: list[np.ndarray] = field(default_factory=list)
-    """The machine addresses where the programs stored, and where they added by atomics."""
+    program: int = 0
+    read: list[_Access] = field(default_factory=list)
+    stored: list[_Access] = field(default_factory=list)
+    summed: list[_Access] = field(default_factory=list)
+    """What the programs added to by atomics on floats."""
+
+    def may_depend_on_order(self) -> bool:
+        """Return False where no program touches what another one writes."""
+        written = self.stored + self.summed
+        size = min((access.size for access in self.read + written), default=1)
+        parts = [access.parts(size) for access in written]
+        addresses = np.concatenate([np.empty(0, np.uint64), *parts])
+        order = np.argsort(addresses)
+        addresses = addresses[order]
+        writers = np.repeat([access.program for access in written], [len(each) for each in parts])[order]
+        if np.any((addresses[1:] == addresses[:-1]) & (writers[1:] != writers[:-1])):
+            return True
+        return any(_reads_of_others(access.program, access.parts(size), addresses, writers) for access in self.read)
 
     def sums_alone(self, addresses: np.ndarray) -> np.ndarray:
         """Return which addresses are of sums by atomics, and of nothing else that was written."""
-        stored, summed = (np.concatenate([np.empty(0, np.uint64), *found]) for found in (self.stored, self.summed))
+        stored, summed = (
+            np.concatenate([np.empty(0, np.uint64), *(access.addresses for access in found)])
+            for found in (self.stored, self.summed)
+        )
         return np.isin(addresses, summed) & ~np.isin(addresses, stored)
 
     def move(self, tensor: Tensor) -> np.ndarray:
@@ -116,9 +147,9 @@ class _Launch:
         addresses = pointers.data
         active = np.broadcast_to(np.asarray(mask.data, dtype=bool), addresses.shape)
         places = addresses >> np.uint64(_APART)
-        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        size = _size_of(pointers)
         moved = addresses
-        for place in np.unique(places):
+        for place in _different(places):
             if not 0 < place <= len(self.arguments):
                 continue  # made of a number, not of an argument
             argument, here = self.arguments[int(place) - 1], places == place
@@ -140,6 +171,21 @@ class _Launch:
         wraps = ": an offset of 32 bits wraps" if index < _WRAPPED else ""
         program = tuple(int(i) for i in interpreter.interpreter_builder.grid_idx)
         return f"{self.kernel} {verb} offset {index} of {argument.name}, which is {layout}{wraps} (program {program})"
+
+
+def _different(places: np.ndarray) -> np.ndarray:
+    """The different numbers, which need no sorting where there is one, as in nearly every access."""
+    first = places.ravel()[:1]
+    return first if (places == first).all() else np.unique(places)
+
+
+def _reads_of_others(program: int, read: np.ndarray, written: np.ndarray, writers: np.ndarray) -> bool:
+    """Return True if a program reads what another one writes, of addresses in ascending order."""
+    first, last = np.searchsorted(written, (read.min(), read.max() + 1))
+    if first == last:
+        return False
+    place = first + np.searchsorted(written[first:last], read).clip(max=last - first - 1)
+    return bool(np.any((written[place] == read) & (writers[place] != program)))
 
 
 def _same_view(a: Tensor, b: Tensor) -> bool:
@@ -201,6 +247,7 @@ def _replacements() -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
         (interpreter.GridExecutor, "__call__", _watching_launch),
         (interpreter, "_implicit_cvt", _moving_tensors),
         (interpreter, "_patch_lang", patching_once),
+        (interpreter, "_get_np_dtype", _knowing_dtypes),
         (interpreter, "_patch_lang_core", _typing_loops),
         (interpreter.InterpretedFunction, "rewrite", _rewriting),
         (interpreter.FunctionRewriter, "ast_transformer", _counting_turns),
@@ -271,11 +318,14 @@ def _broken_promise(error: BaseException | None) -> BrokenPromise | None:
 def _order_dependent(run: Callable[..., _Launch], named: dict[str, Tensor]) -> list[tuple[str, bool]]:
     """Run a launch in order, and again in other orders: which elements came out otherwise, and whether it is a race.
 
-    It is none where nothing but atomics on floats wrote the element: its sum is rounded in the order of the programs.
+    Programs that touch nothing that another one writes need not run again. It is no race where nothing but atomics on
+    floats wrote the element: its sum is rounded in the order of the programs.
     """
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in named.values()}
     before = {address: storage.clone() for address, storage in storages.items()}
     in_order = run()
+    if not in_order.may_depend_on_order():
+        return []
     after = {address: storage.clone() for address, storage in storages.items()}
     found: dict[bool, str] = {}
     for order, orders in ((_reversed, "reversed"), (_shuffled, "shuffled")):
@@ -327,10 +377,10 @@ def _moving_tensors(original: Any) -> Any:
 
 def _reordering(original: Any) -> Any:
     def set_grid_idx(builder: Any, x: int, y: int, z: int) -> None:
-        if _launch is not None and _launch.order is not _in_order:
+        if _launch is not None:
             grid = builder.grid_dim
-            program = int(np.ravel_multi_index((x, y, z), grid))
-            x, y, z = (int(i) for i in np.unravel_index(_launch.order(program, int(np.prod(grid))), grid))
+            _launch.program = _launch.order(int(np.ravel_multi_index((x, y, z), grid)), int(np.prod(grid)))
+            x, y, z = (int(i) for i in np.unravel_index(_launch.program, grid))
         original(builder, x, y, z)
 
     return set_grid_idx
@@ -338,7 +388,9 @@ def _reordering(original: Any) -> Any:
 
 def _checking_load(original: Any) -> Any:
     def load(builder: Any, pointers: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        return original(builder, _found(pointers, mask, "loads"), mask, *rest, **options)
+        found = _found(pointers, mask, "loads")
+        _note("read", found, mask)
+        return original(builder, found, mask, *rest, **options)
 
     return load
 
@@ -346,8 +398,7 @@ def _checking_load(original: Any) -> Any:
 def _checking_store(original: Any) -> Any:
     def store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
         found = _found(pointers, mask, "stores to")
-        if _launch is not None and _launch.tracks:
-            _launch.stored.append(_active(found, mask))
+        _note("stored", found, mask)
         return original(builder, found, value, mask, *rest, **options)
 
     return store
@@ -358,8 +409,7 @@ def _checking_atomic(original: Any) -> Any:
         found = _found(pointers, mask, "changes")
         if _launch is not None and pointers.get_element_ty().is_floating():
             _tell("float_atomics", f"{_launch.kernel}: tl.atomic_{kind.name.lower()} on floats")
-            if _launch.tracks:
-                (_launch.summed if kind.name == "FADD" else _launch.stored).append(_active(found, mask))
+        _note("summed" if kind.name == "FADD" else "stored", found, mask)
         return original(builder, kind, found, value, mask, *rest)
 
     return atomic
@@ -367,8 +417,10 @@ def _checking_atomic(original: Any) -> Any:
 
 def _checking_exchange(original: Any) -> Any:
     def exchange(builder: Any, pointers: Any, *rest: Any) -> Any:
-        everywhere = np.ones(pointers.data.shape, dtype=bool)
-        return original(builder, _found(pointers, _Mask(everywhere), "changes"), *rest)
+        everywhere = _Mask(np.ones(pointers.data.shape, dtype=bool))
+        found = _found(pointers, everywhere, "changes")
+        _note("stored", found, everywhere)
+        return original(builder, found, *rest)
 
     return exchange
 
@@ -387,6 +439,19 @@ def patching_once(original: Any) -> Any:
 
 
 _NOTHING_PATCHED = SimpleNamespace(restore=lambda: None)
+
+
+def _knowing_dtypes(original: Any) -> Any:
+    """Triton makes a table of all dtypes whenever it looks one up."""
+    known: dict[str, np.dtype] = {}
+
+    def numpy_dtype(dtype: Any) -> np.dtype:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = original(dtype)
+        return known[name]
+
+    return numpy_dtype
 
 
 def _typing_loops(original: Any) -> Any:
@@ -465,9 +530,18 @@ def _dropping_nan(ufunc: np.ufunc) -> Callable[[Any], Any]:
     return lambda original: lambda builder, lhs, rhs: builder.binary_op(lhs, rhs, ufunc)
 
 
-def _active(pointers: Any, mask: Any) -> np.ndarray:
-    """The addresses that an access with this mask touches."""
-    return pointers.data[np.broadcast_to(np.asarray(mask.data, dtype=bool), pointers.data.shape)]
+def _note(what: str, pointers: Any, mask: Any) -> None:
+    """Note the access of a mask's elements where the launch tracks them."""
+    if _launch is None or not _launch.tracks:
+        return
+    addresses = pointers.data[np.broadcast_to(np.asarray(mask.data, dtype=bool), pointers.data.shape)]
+    if addresses.size:
+        getattr(_launch, what).append(_Access(_launch.program, addresses, _size_of(pointers)))
+
+
+def _size_of(pointers: Any) -> int:
+    """The bytes of an element that pointers point to."""
+    return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
 
 
 @dataclass
