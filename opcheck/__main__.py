@@ -39,7 +39,7 @@ from llmk.registry import Op
 from llmk.registry.devices import INTERPRET
 from llmk.registry.private.kernels import TRITON, check_interpreter
 
-UNITS_A_JOB = 4
+UNITS_A_JOB = 2
 TIMEOUT = 1800
 PATHS = {"reference": "reference", "gpu": "GPU kernel", "interpreter": "interpreter"}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -312,6 +312,7 @@ def _dtypes(options: argparse.Namespace) -> list[torch.dtype] | None:
 def check_here(options: argparse.Namespace) -> None:
     """Check on the path that this process takes, and keep the journal."""
     gc.freeze()  # the collector need not walk what was imported, each time, which takes a process of minutes seconds
+    gc.set_threshold(100_000, 20, 20)  # nor come often: it takes up to a fifth of the time of what compiles
     journal = Journal(options.journal)
     done = {result.check for result in journal.results()}
     FRESH.set(options.seed)
@@ -342,8 +343,8 @@ def check_here(options: argparse.Namespace) -> None:
 def names_of_each_process(names: Sequence[str], jobs: int) -> list[tuple[str, ...]]:
     """Return the names that one process checks, in their order.
 
-    Starting one takes as long as checking a small operator, so many of llmk's share a process, of which there are
-    about UNITS_A_JOB for each job: one that ends early takes the next. A file's or a module's code runs alone.
+    Starting one, and Inductor in it, takes as long as checking an operator, so many of llmk's share a process, of which
+    there are about UNITS_A_JOB for each job: one that ends early takes the next. A file's or a module's code is alone.
     """
     most = -(-len(names) // (UNITS_A_JOB * jobs))
     parts: list[tuple[str, ...]] = []

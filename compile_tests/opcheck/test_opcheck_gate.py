@@ -134,13 +134,13 @@ def test_processes_are_told_what_was_chosen(monkeypatch: pytest.MonkeyPatch, fol
 @pytest.mark.parametrize(
     ("names", "jobs", "parts"),
     [
-        (["add", "dyt", "jsd"], 1, [("add",), ("dyt",), ("jsd",)]),
+        (["add", "dyt", "jsd"], 2, [("add",), ("dyt",), ("jsd",)]),
         (
             ["add", "mine.py", "dyt", "jsd", "add", "dyt", "jsd"],
             1,
-            [("add",), ("mine.py",), ("dyt", "jsd"), ("add", "dyt"), ("jsd",)],
+            [("add",), ("mine.py",), ("dyt", "jsd", "add", "dyt"), ("jsd",)],
         ),
-        (["add"] * 13, 1, [("add",) * 4] * 3 + [("add",)]),
+        (["add"] * 13, 1, [("add",) * 7, ("add",) * 6]),
         (["add"] * 13, 8, [("add",)] * 13),
         (["mine.py"] * 13, 1, [("mine.py",)] * 13),
     ],
