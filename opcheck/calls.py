@@ -128,14 +128,19 @@ def representatives(op: Op, samples: Sequence[Sample], *, layouts: bool = False)
     return list(found.values())
 
 
+def every_kind(op: Op, samples: Sequence[Sample]) -> list[Sample]:
+    """Return `representatives` of each layout too, and one of each width that these have not."""
+    kinds = representatives(op, samples, layouts=True)
+    return kinds + of_other_widths(op, samples, kinds)
+
+
 def traced_kinds(op: Op, samples: Sequence[Sample], *, layouts: bool = False) -> list[Sample]:
-    """Return `representatives`, with `layouts` also one of each width that these have not.
+    """Return `representatives`, or with `layouts` those of `every_kind`.
 
     In 16 bits, whose formulas are those of float32, so many of them that each choice, layout and width is in one, those
     with the most first.
     """
-    kinds = representatives(op, samples, layouts=layouts)
-    kinds += of_other_widths(op, samples, kinds) if layouts else []
+    kinds = every_kind(op, samples) if layouts else representatives(op, samples)
     if float_dtype(op, samples[0]).itemsize >= 4:
         return kinds
     choices = {id(sample): {*kind_of(op, sample), *(_looks(op, sample) if layouts else ())} for sample in kinds}

@@ -159,7 +159,8 @@ def all_finite(tensors: Iterable[Tensor | None]) -> bool:
 
 def differentiable_inputs(op: Op, sample: Sample) -> list[str]:
     """The sample's tensors that can get a gradient."""
-    return [name for name in op.differentiable if name in tensors_of(op, sample)]
+    tensors = tensors_of(op, sample)
+    return [name for name in op.differentiable if name in tensors]
 
 
 def rebound(op: Op, sample: Sample, values: dict[str, Any], why: str) -> Sample:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, incoming_gradients, representatives, require_accurate
+from llmk.opcheck.calls import call, every_kind, incoming_gradients, representatives, require_accurate
 from llmk.opcheck.inputs import (
     BrokenPromise,
     Outcome,
@@ -132,7 +132,7 @@ def _half(gradient: Tensor | None, exact: Tensor | None) -> Tensor | None:
 
 
 def expanded_gradient(op: Op, samples: Sequence[Sample]) -> None:
-    """1: an incoming gradient of stride 0, as `sum().backward()` makes it.
+    """1: an incoming gradient of stride 0, as `sum().backward()` makes it, by a sample of each kind, layout and width.
 
     Each output has another: with equal ones the composition's roundings can cancel, as those of a log-probability and
     of an entropy that both are nearly 0 do.
@@ -148,19 +148,21 @@ def expanded_gradient(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def strided_gradient(op: Op, samples: Sequence[Sample]) -> None:
-    """1: an incoming gradient whose elements are not neighbours in memory."""
+    """1: an incoming gradient whose elements are not neighbours in memory, by the same samples."""
     _with_gradients(op, samples, lambda outputs: [spread(grad) for grad in incoming_gradients(outputs)])
 
 
 def _with_gradients(op: Op, samples: Sequence[Sample], grads: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
-    for sample in samples:
+    for sample in every_kind(op, samples):
         if differentiable_inputs(op, sample):
             require_accurate(op, sample, call(op, sample, grads=grads), grads)
 
 
 def input_subsets(op: Op, samples: Sequence[Sample]) -> None:
-    """1: any subset of the inputs wants gradients, none of them too; of many inputs each one alone."""
-    for sample in samples:
+    """1: any subset of the inputs wants gradients, none of them too, of many inputs each one alone; by a sample of each
+    kind, layout and width.
+    """
+    for sample in every_kind(op, samples):
         names = differentiable_inputs(op, sample)
         for size in range(len(names) if len(names) <= MOST_IN_SUBSETS else 2):
             for wanted in itertools.combinations(names, size):
@@ -200,7 +202,7 @@ def paths_of(op: Op) -> Iterator[AbstractContextManager[Any]]:
 
 
 def _undefined_gradients(op: Op, samples: Sequence[Sample]) -> None:
-    for sample in samples:
+    for sample in representatives(op, samples):
         wanted = differentiable_inputs(op, sample)
         for defined in range(-1, _differentiable_outputs(op, sample, wanted)):
             args, kwargs, tensors = prepare(op, sample, wanted)

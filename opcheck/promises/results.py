@@ -13,10 +13,10 @@ from torch import Tensor
 
 from llmk.accuracy.neighbours import Change, copy_with_layout
 from llmk.opcheck.calls import (
-    MOST_KINDS,
     call,
     call_unless_strides_refused,
     device_of,
+    every_kind,
     few_kinds,
     first_line,
     float_dtype,
@@ -47,7 +47,8 @@ from llmk.registry import Op, Sample, set_short_path_enabled
 def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
     """torch.library.opcheck with all of its test utilities; samples of each choice will do after float32.
 
-    Few of these are traced, and none with fixed sizes: `compiled_samples` traces all of them so.
+    One of these is traced, the one with the most choices, and none with fixed sizes: `compiled_samples` traces all of
+    them so.
     """
     operator = registered(op)
     if operator is None:
@@ -63,7 +64,7 @@ def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
         if any(result is not None and bool(result.isnan().any()) for result in call(op, sample).results()):
             continue  # torch.library.opcheck holds NaN unequal to itself; the accuracy rule does look at it
         args, kwargs = _own_arguments(op, sample, differentiable_inputs(op, sample))
-        chosen = utilities if in_float32 else utilities[: 4 if place < MOST_KINDS else 3]
+        chosen = utilities if in_float32 else utilities[: 3 if place else 4]
         _require_success(str(sample), operator, args, kwargs, chosen)
     _require_fakes_of_strides(op, operator, few_kinds(op, samples))
 
@@ -170,12 +171,13 @@ def no_alias(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def strided_inputs(op: Op, samples: Sequence[Sample]) -> None:
-    """2: inputs of any strides; another's operator than llmk's may refuse those that are not contiguous in words.
+    """2: inputs of any strides, by a sample of each kind, layout and width; another's operator than llmk's may refuse
+    those that are not contiguous in words.
 
     PyTorch's composition of the same strides counts too: its products of matrices that lie otherwise add up in another
     order.
     """
-    for sample in samples:
+    for sample in every_kind(op, samples):
         for change in (spread, transposed):
 
             def composition(sample: Sample = sample, change: Change = change) -> list[Outcome]:
