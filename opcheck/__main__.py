@@ -390,7 +390,7 @@ def _with_files(unit: Unit, results: Sequence[Result], options: argparse.Namespa
 def sanitize_all(options: argparse.Namespace) -> list[Result]:
     executable, names = find_sanitizer() or "", options.ops or list(registry.OPS)
     progress, results = Progress(len(names) * len(TOOLS)), []
-    for watch, result in sanitize_in_processes(
+    for unit, result in sanitize_in_processes(
         executable,
         names,
         options.device,
@@ -399,7 +399,7 @@ def sanitize_all(options: argparse.Namespace) -> list[Result]:
         longest=options.longest or LONGEST,
         jobs=options.jobs,
     ):
-        progress(f"{watch}{'' if result.passed else f': {result.message}'}")
+        progress(f"{unit}{'' if result.passed else f': {result.message}'}")
         results.append(result)
         _write(results, options)  # if stopped, what there is
     progress.clear()

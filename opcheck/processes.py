@@ -23,7 +23,7 @@ from llmk.opcheck.runner import Result, RunningCheck
 
 @dataclass(frozen=True)
 class Unit:
-    """The work of one process: operators (or all of a file) on a path."""
+    """The work of one process: operators (or all of a file) on a path, or under a tool that watches them."""
 
     names: tuple[str, ...]
     path: str

@@ -15,13 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from llmk.opcheck.calls import call, of_other_widths, representatives
-from llmk.opcheck.processes import side_by_side, threads_of_each
+from llmk.opcheck.processes import Unit, side_by_side, threads_of_each
 from llmk.opcheck.runner import Result, path_taken
 from llmk.registry import Op, Sample
 
@@ -58,17 +57,6 @@ def call_samples(op: Op, device: torch.device, dtypes: Sequence[torch.dtype] | N
                 torch.cuda.synchronize(device)
 
 
-@dataclass(frozen=True)
-class Watch:
-    """One of the sanitizer's tools on one operator (or all of a file): what one process is for."""
-
-    name: str
-    tool: str
-
-    def __str__(self) -> str:
-        return f"{self.tool}: {self.name}"
-
-
 def sanitize_in_processes(
     executable: str,
     names: Sequence[str],
@@ -78,22 +66,22 @@ def sanitize_in_processes(
     few: bool,
     longest: int,
     jobs: int,
-) -> Iterator[tuple[Watch, Result]]:
-    """Each operator under each tool, so many at a time; each is given as it ends."""
+) -> Iterator[tuple[Unit, Result]]:
+    """Each operator (or all of a file) under each tool, so many at a time; each is given as it ends."""
     with_options = partial(sanitize, executable, longest=longest, threads=threads_of_each(jobs))
-    watches = [Watch(name, tool) for name in names for tool in TOOLS]
-    work = {w: partial(with_options, w, device, dtypes, few=few or w.tool == "racecheck") for w in watches}
+    units = [Unit((name,), tool) for name in names for tool in TOOLS]
+    work = {u: partial(with_options, u, device, dtypes, few=few or u.path == "racecheck") for u in units}
     return side_by_side(work, jobs)
 
 
 def sanitize(
-    executable: str, watch: Watch, device: torch.device, dtypes: Sequence[str], *, few: bool, longest: int, threads: int
+    executable: str, unit: Unit, device: torch.device, dtypes: Sequence[str], *, few: bool, longest: int, threads: int
 ) -> Result:
     """Call the samples of an operator (or of a file's) in a process that one of the sanitizer's tools watches."""
-    command = [executable, "--tool", watch.tool, "--error-exitcode", str(_FOUND)]
+    command = [executable, "--tool", unit.path, "--error-exitcode", str(_FOUND)]
     command += ["--target-processes", "application-only", "--report-api-errors", "no"]
     command += ["--launch-timeout", str(longest)]  # 10 seconds by default: too few for many at once
-    command += [sys.executable, "-m", "llmk.opcheck", watch.name, "--device", str(device)]
+    command += [sys.executable, "-m", "llmk.opcheck", *unit.names, "--device", str(device)]
     command += ["--call-samples", "few" if few else "all"]
     command += [word for dtype in dtypes for word in ("--dtype", dtype)]
     # Without PyTorch's cache of memory a tensor's end is its allocation's.
@@ -115,7 +103,8 @@ def sanitize(
     message = "" if code == 0 else _what_was_found(lines, code, longest)
     seconds = time.perf_counter() - start
     dtype = "+".join(dtypes) or "all"
-    return Result(watch.name, str(device), dtype, path_taken(device), watch.tool, not message, message, seconds, calls)
+    (name,) = unit.names
+    return Result(name, str(device), dtype, path_taken(device), unit.path, not message, message, seconds, calls)
 
 
 def _what_was_found(lines: Sequence[str], code: int | None, longest: int) -> str:

@@ -4,8 +4,8 @@ The form is that of results.py.
 """
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -100,10 +100,15 @@ def another_thread(op: Op, samples: Sequence[Sample]) -> None:
     for sample in few_kinds(op, samples):
         given = (sample, _with_other_numbers(op, sample))
         alone = [call(op, each) for each in given]
-        thread = _Thread(lambda sample=sample: call(op, sample))
-        beside = [call(op, given[1]) for _ in range(AT_ONCE)] if not INTERPRET else []
-        for each, expected, results in zip(given, alone, (thread.results(), beside), strict=True):
-            for found in results:
+        with ThreadPoolExecutor(1) as thread:
+            there = [thread.submit(call, op, sample) for _ in range(AT_ONCE)]
+            beside = [call(op, given[1]) for _ in range(AT_ONCE)] if not INTERPRET else []
+        try:
+            results = [made.result() for made in there]
+        except Exception as error:
+            raise BrokenPromise(f"in another thread it raises {type(error).__name__}: {error}") from error
+        for each, expected, made in zip(given, alone, (results, beside), strict=True):
+            for found in made:
                 _require_alike(op, each, expected, found, "beside another thread")
 
 
@@ -114,27 +119,6 @@ AT_ONCE = 2
 def _other_numbers(tensor: Tensor) -> Tensor:
     """Return the same other numbers every time: each moved by a quarter of itself, up or down."""
     return nudged(0, by=0.25)(tensor)
-
-
-class _Thread(threading.Thread):
-    """A thread that makes a call some times."""
-
-    def __init__(self, make: Callable[[], Outcome]) -> None:
-        super().__init__()
-        self.make, self.found, self.errors = make, list[Outcome](), list[Exception]()
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.found += [self.make() for _ in range(AT_ONCE)]
-        except Exception as error:
-            self.errors.append(error)
-
-    def results(self) -> list[Outcome]:
-        self.join()
-        for error in self.errors:
-            raise BrokenPromise(f"in another thread it raises {type(error).__name__}: {error}") from error
-        return self.found
 
 
 def two_calls(op: Op, samples: Sequence[Sample]) -> None:

@@ -68,17 +68,17 @@ th, td { text-align: left; padding: .15rem .8rem .15rem 0; vertical-align: top; 
 
 def page(report: Record) -> str:
     """The page of a report, as `--json` writes it."""
-    results: list[Record] = report["results"]
-    by_op: dict[str, list[Record]] = {}
+    results = [Result(**result) for result in report["results"]]
+    by_op: dict[str, list[Result]] = {}
     for result in results:
-        by_op.setdefault(result["op"], []).append(result)
+        by_op.setdefault(result.op, []).append(result)
     promises = promises_in(results)
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>opcheck: {escape(_subject(report))}</title><style>{STYLE}</style></head><body>",
         f"<h1>{escape(_title(report, list(by_op)))}</h1>",
-        *_head(report, len(by_op)),
+        *_head(report, results, len(by_op)),
         *_broken(results),
         "<h2>Operators</h2>",
         '<p class="asked">Each square is a promise, in the same order for every operator. Open an operator to see '
@@ -89,28 +89,21 @@ def page(report: Record) -> str:
     return "\n".join(parts) + "\n"
 
 
-def verdict(result: Record) -> str:
-    """A result's; one of an older report does not say how many calls were made."""
-    if not result["passed"]:
-        return "accepted" if result.get("accepted") else "broken"
-    return "kept" if result.get("calls", 1) else "empty"
-
-
-def verdict_of_all(results: Sequence[Record]) -> str:
-    found = {verdict(result) for result in results}
+def verdict_of_all(results: Sequence[Result]) -> str:
+    found = {result.verdict for result in results}
     return next((word for word in ("broken", "accepted", "kept", "empty") if word in found), "unasked")
 
 
-def promises_in(results: Sequence[Record]) -> dict[str, str]:
+def promises_in(results: Sequence[Result]) -> dict[str, str]:
     """Return the checks in opcheck's order, each with its promise's text; others come last."""
     known = {promise.__name__: promise for promise in INTERPRETER_PROMISES + PROMISES + GPU_PROMISES}
-    named = dict.fromkeys(result["promise"] for result in results)
+    named = dict.fromkeys(result.promise for result in results)
     ordered = [name for name in known if name in named] + [name for name in named if name not in known]
     return {name: inspect.getdoc(known[name]) or "" if name in known else "" for name in ordered}
 
 
-def _head(report: Record, ops: int) -> Iterator[str]:
-    counts = Counter(verdict(result) for result in report["results"])
+def _head(report: Record, results: Sequence[Result], ops: int) -> Iterator[str]:
+    counts = Counter(result.verdict for result in results)
     total = ", ".join(f"{counts[word]} {WORDS[word]}" for word in ("kept", "broken", "empty"))
     facts = {
         "Checks": f"{total}, of {ops} operators",
@@ -136,9 +129,8 @@ def _own_modules(report: Record) -> list[str]:
     return [name for name in report.get("modules", ()) if not name.startswith("llmk.")]
 
 
-def _broken(results: Sequence[Record]) -> Iterator[str]:
-    old: Record = {"calls": 1}  # what a report of an older release may lack
-    found = causes([Result(**(old | result)) for result in results])
+def _broken(results: Sequence[Result]) -> Iterator[str]:
+    found = causes(results)
     if not found:
         return
     yield "<h2>What is broken</h2><ul>"
@@ -149,8 +141,8 @@ def _broken(results: Sequence[Record]) -> Iterator[str]:
     yield "</ul>"
 
 
-def _operator(op: str, results: Sequence[Record], promises: dict[str, str]) -> Iterator[str]:
-    by_promise = {name: [result for result in results if result["promise"] == name] for name in promises}
+def _operator(op: str, results: Sequence[Result], promises: dict[str, str]) -> Iterator[str]:
+    by_promise = {name: [result for result in results if result.promise == name] for name in promises}
     verdicts = {name: verdict_of_all(rows) for name, rows in by_promise.items()}
     count = Counter(verdicts.values())
     cells = "".join(
@@ -168,7 +160,7 @@ def _operator(op: str, results: Sequence[Record], promises: dict[str, str]) -> I
     yield "</details>"
 
 
-def _promise(name: str, asked: str, word: str, results: Sequence[Record]) -> Iterator[str]:
+def _promise(name: str, asked: str, word: str, results: Sequence[Result]) -> Iterator[str]:
     yield (
         f'<details class="promise"><summary><span class="cell {word}">{MARKS[word]}</span> '
         f'<code>{escape(name)}</code></summary><div class="inside">'
@@ -177,12 +169,11 @@ def _promise(name: str, asked: str, word: str, results: Sequence[Record]) -> Ite
         yield f'<p class="asked">{escape(asked)}</p>'
     yield "<table><tr><th>path</th><th>dtype</th><th>result</th><th>calls</th><th>seconds</th></tr>"
     for result in results:
-        path = f"{result['path']}, no kernel" if result.get("no_kernel") else result["path"]
-        cells = [path, result["dtype"], WORDS[verdict(result)], str(result.get("calls", ""))]
-        cells.append(f"{result['seconds']:.2f}")
+        path = f"{result.path}, no kernel" if result.no_kernel else result.path
+        cells = [path, result.dtype, WORDS[result.verdict], str(result.calls), f"{result.seconds:.2f}"]
         yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
     yield "</table>"
     for result in results:
-        if result["message"]:
-            yield f'<div class="message">{escape(result["message"])}</div>'
+        if result.message:
+            yield f'<div class="message">{escape(result.message)}</div>'
     yield "</div></details>"
