@@ -14,6 +14,7 @@ from torch.overrides import is_tensor_like
 from llmk.registry.checks import check_home
 from llmk.registry.eager.bypass import PLAIN_TENSORS, is_plain_eager
 from llmk.registry.eager.launch_cache import LaunchCache
+from llmk.registry.eager.launcher import INT64
 from llmk.registry.kernel_op import KernelOp
 from llmk.registry.private.modes import forward_mode_level, functorch_level
 from llmk.registry.private.operators import schema_of
@@ -39,7 +40,6 @@ _ACCEPTED: dict[str, tuple[str, Any]] = {
     "List[float]": ("a list of numbers", (list, tuple)),
 }
 """The words for a type, and what the dispatcher takes for it besides tensor-likes, and for numbers tensors of one."""
-INT64 = 2**63
 _STRIDED = torch.strided
 
 _library = torch.library.Library("llmk", "FRAGMENT")

@@ -14,7 +14,8 @@ from llmk.registry.private.kernels import INTERPRET, TRITON, TensorDescriptor, d
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": True} if TRITON >= (3, 9) and not INTERPRET else {}
 """Options of every launch: sums take products unrounded, as in PyTorch's kernels and not in later Triton's default."""
-_INT32, _INT64 = 2**31, 2**63
+_INT32, INT64 = 2**31, 2**63
+"""The least positive integers that 32 and 64 bits with a sign do not hold."""
 _LONG = ("long", "long, a multiple of 16")
 
 
@@ -57,7 +58,7 @@ class Launcher(StandIn):
             elif kind is int:  # Triton tells apart 1, multiples of 16, and what needs 64 bits
                 if -_INT32 <= arg < _INT32:
                     parts.append("1" if arg == 1 else "16" if not arg & 15 else "int")
-                elif -_INT64 <= arg < _INT64:
+                elif -INT64 <= arg < INT64:
                     parts.append(_LONG[not arg & 15])
                 else:
                     self._refuse(arg, len(values))
