@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -225,20 +226,10 @@ def watched(reorder: bool = False) -> Iterator[Watch]:
             if len(_watches) == 1 and interpreter is not None:
                 patches.callback(_loops.close)
                 for owner, name, replacement in _replacements():
-                    patches.enter_context(_replaced(owner, name, replacement))
+                    patches.enter_context(mock.patch.object(owner, name, replacement(getattr(owner, name))))
             yield watch
     finally:
         _watches.remove(watch)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, make(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _replacements() -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -67,11 +68,8 @@ def counted_replays() -> Iterator[list[int]]:
         count[0] += 1
         original(graph)
 
-    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(torch.cuda.CUDAGraph, "replay", replay):
         yield count
-    finally:
-        torch.cuda.CUDAGraph.replay = original  # type: ignore[method-assign]
 
 
 def _require_replayed(op: Op, sample: Sample) -> None:

@@ -68,9 +68,7 @@ def nan_filled_in_graphs() -> Iterator[None]:
     """Fill what Inductor's code allocates; `RECYCLE_NOTHING` must be among the options of torch.compile."""
     with contextlib.ExitStack() as stack:
         for module, name in inductor_allocators():
-            original = getattr(module, name)
-            stack.callback(setattr, module, name, original)
-            setattr(module, name, _filling(original))
+            stack.enter_context(mock.patch.object(module, name, _filling(getattr(module, name))))
         reload_inductor_modules()
         stack.callback(reload_inductor_modules)
         yield

@@ -5,6 +5,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,12 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
     ),
-    "torch.backends.cudnn.benchmark": (
-        lambda: torch.backends.cudnn.benchmark,
-        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
-    ),
-    "torch.backends.cudnn.deterministic": (
-        lambda: torch.backends.cudnn.deterministic,
-        lambda value: setattr(torch.backends.cudnn, "deterministic", value),
-    ),
+} | {
+    f"torch.backends.cudnn.{name}": (
+        partial(getattr, torch.backends.cudnn, name),
+        partial(setattr, torch.backends.cudnn, name),
+    )
+    for name in ("benchmark", "deterministic")
 }
 """A setting's name in words, and the functions that read and write it."""
 

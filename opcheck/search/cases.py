@@ -156,22 +156,20 @@ class Cases:
         return _Making(self, seed).case()
 
 
-class _Left:
-    """An option that is left out of the call, at its default."""
+@dataclass(frozen=True)
+class _Word:
+    """Stands for the value of an option."""
+
+    word: str
 
     def __repr__(self) -> str:
-        return "its default"
+        return self.word
 
 
-class _Given:
-    """A tensor as the sample gives it."""
-
-    def __repr__(self) -> str:
-        return "given"
-
-
-_LEFT: Any = _Left()
-_GIVEN: Any = _Given()
+_LEFT: Any = _Word("its default")
+"""The option is left out of the call."""
+_GIVEN: Any = _Word("given")
+"""A tensor is the sample's."""
 
 
 class _Making:
