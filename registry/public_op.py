@@ -16,7 +16,7 @@ from llmk.registry.eager.bypass import PLAIN_TENSORS, is_plain_eager
 from llmk.registry.eager.launch_cache import LaunchCache
 from llmk.registry.eager.launcher import INT64
 from llmk.registry.kernel_op import KernelOp
-from llmk.registry.private.modes import forward_mode_level, functorch_level
+from llmk.registry.private.modes import forward_mode_level, functorch_depth
 from llmk.registry.private.operators import schema_of
 from llmk.registry.record import OPS, Op
 
@@ -250,7 +250,7 @@ def _guarded(
 
     @functools.wraps(fn)
     def implementation(*args: Any, **kwargs: Any) -> Any:
-        if functorch_level() is not None:
+        if functorch_depth():
             raise NotImplementedError(f"llmk::{name} does not support torch.func transforms (grad, vmap, jvp, ...)")
         forward_mode, backward, given = forward_mode_level() >= 0, torch.is_grad_enabled(), len(args)
         for position, argument, is_list, required, has_gradient in tensors:

@@ -92,16 +92,16 @@ def test_llmk_works_without_any_one_of_them() -> None:
 
 
 def test_a_probe_finds_functorch() -> None:
-    levels = []
+    depths = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        levels.append((modes._level_of_probe() is None, modes.functorch_level() is None))
+        depths.append((modes._depth_of_probe(), modes.functorch_depth()))
         return x.sum()
 
     f(torch.ones(2))
     torch.func.grad(f)(torch.ones(2))
     torch.func.vmap(f)(torch.ones(2, 2))
-    assert levels == [(True, True), (False, False), (False, False)]
+    assert depths == [(0, 0), (1, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("gelu", [False, True])

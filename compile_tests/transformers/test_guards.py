@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, spectral_norm
 
@@ -351,6 +354,55 @@ def test_a_projection_whose_hooks_know_one_argument(device: torch.device) -> Non
         losses[0].backward()
     finally:
         dist.destroy_process_group()
+
+
+# ---- transforms, which the operators refuse
+
+
+Values = dict[str, Tensor]
+
+
+def loss_of(model: nn.Module, values: Values, ids: Tensor) -> Tensor:
+    return functional_call(model, values, kwargs={"input_ids": ids, "labels": ids}).loss
+
+
+def per_sample(loss: Callable[..., Tensor], values: Values, ids: Tensor) -> Values:
+    return vmap(lambda row: grad(loss)(values, row[None]))(ids)
+
+
+def tangent(loss: Callable[..., Tensor], values: Values, ids: Tensor) -> Values:
+    ones = {name: torch.ones_like(value) for name, value in values.items()}
+    return {"loss": jvp(lambda values: loss(values, ids), (values,), (ones,))[1]}
+
+
+def dual(loss: Callable[..., Tensor], values: Values, ids: Tensor) -> Values:
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(value, torch.ones_like(value)) for name, value in values.items()}
+        found = forward_ad.unpack_dual(loss(duals, ids)).tangent
+    assert found is not None
+    return {"loss": found}
+
+
+TRANSFORMS: dict[str, Callable[..., Values]] = {
+    "grad": lambda loss, values, ids: grad(loss)(values, ids),
+    "grad, compiled": torch.compile(lambda loss, values, ids: grad(loss)(values, ids), backend="aot_eager"),
+    "a gradient of each row": per_sample,
+    "jvp": tangent,
+    "forward-mode AD": dual,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_runs_the_model_itself(name: str) -> None:
+    model, original = pair(num_hidden_layers=1, attn_implementation="eager")
+    ids, transform = tokens(2, 7), TRANSFORMS[name]
+    values = {key: value.detach() for key, value in original.named_parameters()}
+    with pytest.warns(UserWarning, match="a transform of torch.func, or forward-mode AD, is active"):
+        got = transform(partial(loss_of, model), values, ids)
+    want = transform(partial(loss_of, original), values, ids)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    assert assert_same_training(model, original, input_ids=ids).logits is None  # and afterwards operators again
 
 
 # ---- flags (91)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from llmk.registry import autocast_dtype, foreign_kind
 from llmk.registry.eager.bypass import is_eager
 from llmk.registry.private.compilers import constant_in_graphs
+from llmk.registry.private.modes import forward_mode_level, functorch_depth
 from llmk.registry.private.modules import buffers_of, children_of, has_hooks, hooks_of, parameters_of
 from llmk.registry.private.tensors import version_of
 from llmk.transformers.probe import OWN_OF_MODULES, Differs, apart, tried
@@ -117,7 +118,7 @@ def guarded(base: type, name: str, made: Any, facts: Facts, otherwise: Any = Non
     still = checked(facts, inspect.unwrap(original))
 
     def kept(self: Any) -> bool:
-        return getattr(base, name) is original and still(self)
+        return getattr(base, name) is original and not is_transformed() and still(self)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kept(self):
@@ -128,10 +129,17 @@ def guarded(base: type, name: str, made: Any, facts: Facts, otherwise: Any = Non
     def why(self: Any) -> str:
         if getattr(base, name) is not original:
             return f"{base.__qualname__}.{name} was replaced"
+        if is_transformed():
+            return "a transform of torch.func, or forward-mode AD, is active"
         return broken(facts, inspect.unwrap(original), self)
 
     call = functools.update_wrapper(with_own_code(call, f"{base.__qualname__}.{name}"), made)
     return {name: call, f"{KEPT}{name}": kept, f"{WHY}{name}": why}
+
+
+def is_transformed() -> bool:
+    """Return True inside a transform of `torch.func` or forward-mode AD, which operators refuse."""
+    return functorch_depth() > 0 or forward_mode_level() >= 0
 
 
 def with_own_code(function: FunctionType, name: str) -> FunctionType:

@@ -10,7 +10,7 @@ from llmk.registry.private.modes import (
     count_function_modes,
     dispatch_modes,
     forward_mode_level,
-    functorch_level,
+    functorch_depth,
     jit_tracing,
     looking_on,
     profiling,
@@ -47,7 +47,7 @@ def takes_fast_path(args: Collection[Any]) -> bool:
 
 def is_eager() -> bool:
     """Return True if kernel ops need not pass the dispatcher: nothing traces or transforms."""
-    return settings.fast_path and not dispatch_modes() and functorch_level() is None and not jit_tracing()
+    return settings.fast_path and not dispatch_modes() and not functorch_depth() and not jit_tracing()
 
 
 def are_plain(args: Collection[Any]) -> bool:
@@ -69,7 +69,7 @@ def is_plain_eager() -> bool:
         or not settings.fast_path
         or dispatch_modes()
         or (count_function_modes() and looking_on())
-        or functorch_level() is not None
+        or functorch_depth()
         or jit_tracing()
         or forward_mode_level() >= 0
         or profiling()

@@ -33,12 +33,12 @@ class _Probe(Function):
         return None
 
 
-def _level_of_probe() -> int | None:
+def _depth_of_probe() -> int:
     try:
         _Probe.apply()
     except RuntimeError:
         return 1
-    return None
+    return 0
 
 
 dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack", _one)
@@ -46,7 +46,8 @@ count_function_modes: Callable[[], int] = find("torch._C._len_torch_function_sta
 _function_mode_stack = find("torch.overrides._get_current_function_mode_stack")
 _DeviceContext = find("torch.utils._device.DeviceContext")
 profiling: Callable[[], bool] = find("torch._C._autograd._profiler_enabled", _one)
-functorch_level: Callable[[], int | None] = find("torch._C._functorch.maybe_current_level", _level_of_probe)
+functorch_depth: Callable[[], int] = find("torch._C._functorch.get_dynamic_layer_stack_depth", _depth_of_probe)
+"""Returns the number of `torch.func` transforms that are active, which Dynamo knows too."""
 jit_tracing: Callable[[], bool] = find("torch._C._is_tracing", find("torch.jit.is_tracing", _one))
 """Returns True inside `torch.jit.trace`: the dispatcher tells it of an operator, and sizes are tensors meanwhile."""
 _mode_of = find("torch._C._get_dispatch_mode")
