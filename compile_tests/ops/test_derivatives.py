@@ -11,8 +11,10 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 
 from compile_tests.helpers.breadth import some_of
+from llmk.accuracy.neighbours import copy_with_layout, to_float64
+from llmk.accuracy.rule import accuracy_violation
 from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare
-from llmk.registry import OPS, KernelOp, no_gradient, replicate_only
+from llmk.registry import OPS, KernelOp, Op, Sample, no_gradient, replicate_only
 from llmk.registry.private.tensors import FakeTensorMode
 
 DIFFERENTIABLE = [name for name, op in OPS.items() if op.differentiable]
@@ -34,6 +36,34 @@ def test_a_compiler_of_autograd_traces_a_formula(name: str) -> None:
             loss.backward()
         found.append([tensors[name].grad for name in differentiable_inputs(op, sample)])
     torch.testing.assert_close(*found)
+
+
+def gradients_at_once(
+    op: Op, sample: Sample, fn: Callable[..., Any], change: Callable[[Tensor], Tensor] = copy_with_layout
+) -> list[Tensor | None]:
+    """Return the inputs' gradients `[3, ...]` for three gradients of the outputs, passed as one."""
+    wanted = differentiable_inputs(op, sample)
+    args, kwargs, tensors = prepare(op, sample, wanted, change)
+    outputs = [y for y in as_list(fn(*args, **kwargs)) if y.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn((3, *y.shape), generator=generator, dtype=torch.float64).to(y) for y in outputs]
+    inputs = [tensors[name] for name in wanted]
+    return list(torch.autograd.grad(outputs, inputs, grads, is_grads_batched=True, allow_unused=True))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_several_gradients_at_once(name: str, device: torch.device) -> None:
+    """PyTorch's `is_grads_batched`, of which `torch.autograd.functional.jacobian(vectorize=True)` is made."""
+    op = OPS[name]
+    sample = next(s for s in op.samples(device, torch.float32) if s.args[0].numel() and "NaN" not in s.why)
+    found = gradients_at_once(op, sample, op.overload)
+    composition = gradients_at_once(op, sample, op.reference)
+    exact = gradients_at_once(op, sample, op.reference, to_float64)
+    for actual, other, right in zip(found, composition, exact, strict=True):
+        assert (actual is None) == (right is None)
+        if actual is not None and other is not None and right is not None:
+            assert accuracy_violation(actual, other, right) is None
 
 
 def test_what_a_second_derivative_would_miss_is_refused() -> None:

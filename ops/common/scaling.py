@@ -28,7 +28,7 @@ from llmk.registry import (
     wrap_triton,
 )
 from llmk.registry.devices import kernel_context, runs_kernels
-from llmk.registry.eager.bypass import are_plain, is_plain_eager
+from llmk.registry.eager.bypass import is_plain_eager, takes_fast_path
 from llmk.registry.private.modes import graph_is_kept, top_saved_tensors_hooks
 
 PROGRAMS = 8
@@ -138,7 +138,7 @@ class SavedGradients:
         *self.gradients, self.labels = ctx.saved_tensors
         self.grad, self.ignore_index, self.scale = grad, ctx.ignore_index, scale
         last = is_plain_eager() and not (torch.is_grad_enabled() or ctx.hooked or graph_is_kept())
-        self.last = last and are_plain((grad, *self.gradients))
+        self.last = last and takes_fast_path((grad, *self.gradients))
         self.by_kernels = self.last and runs_kernels(scale.name, grad)
 
     def times(self, index: int, dtype: torch.dtype | None = None, *, of_tokens: bool = False) -> Tensor:

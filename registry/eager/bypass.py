@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from llmk.registry.private.modes import (
+    batching_gradients,
     count_function_modes,
     dispatch_modes,
     forward_mode_level,
@@ -47,7 +48,7 @@ def takes_fast_path(args: Collection[Any]) -> bool:
 
 def is_eager() -> bool:
     """Return True if kernel ops need not pass the dispatcher: nothing traces or transforms."""
-    return settings.fast_path and not dispatch_modes() and not functorch_depth() and not jit_tracing()
+    return settings.fast_path and not (dispatch_modes() or functorch_depth() or jit_tracing() or batching_gradients())
 
 
 def are_plain(args: Collection[Any]) -> bool:

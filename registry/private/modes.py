@@ -48,6 +48,10 @@ _DeviceContext = find("torch.utils._device.DeviceContext")
 profiling: Callable[[], bool] = find("torch._C._autograd._profiler_enabled", _one)
 functorch_depth: Callable[[], int] = find("torch._C._functorch.get_dynamic_layer_stack_depth", _depth_of_probe)
 """Returns the number of `torch.func` transforms that are active, which Dynamo knows too."""
+_parse_key = find("torch._C._parse_dispatch_key", str)
+_is_included = find("torch._C._dispatch_tls_is_dispatch_key_included", _always_something)
+batching_gradients: Callable[[], bool] = partial(_is_included, _parse_key("VmapMode"))
+"""Returns True where `torch.autograd.grad(is_grads_batched=True)` passes several gradients as one, without memory."""
 jit_tracing: Callable[[], bool] = find("torch._C._is_tracing", find("torch.jit.is_tracing", _one))
 """Returns True inside `torch.jit.trace`: the dispatcher tells it of an operator, and sizes are tensors meanwhile."""
 _mode_of = find("torch._C._get_dispatch_mode")
