@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.masked import masked_tensor
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 from torch.testing._internal.two_tensor import TwoTensor
 
 transformers = pytest.importorskip("transformers")
@@ -204,6 +204,23 @@ def test_parametrized_weights_are_fused(name: str, first: str) -> None:
     assert_same_training(model, original, input_ids=ids)
     assert model(input_ids=ids, labels=ids).logits is None
     assert name not in report.fell_back.keys() | report.left.keys()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi"])
+@pytest.mark.parametrize("first", ["patch", "parametrize"])
+def test_a_parametrized_projection_is_read_as_often(family: str, first: str) -> None:
+    """In training each reading is a step of the power iteration, whose vectors are part of the state dict."""
+    model = small_model(family, tie_word_embeddings=False)
+    original = copy.deepcopy(model)
+    if first == "patch":
+        patch(model)
+    for m in (model, original):
+        torch.manual_seed(0)
+        parametrizations.spectral_norm(m.lm_head)
+    patch(model)
+    for _ in range(2):
+        assert assert_same_training(model, original, input_ids=tokens(2, 7)).logits is None
+    torch.testing.assert_close(*(dict(m.lm_head.named_buffers()) for m in (model, original)), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:llmk:UserWarning")

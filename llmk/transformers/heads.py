@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from llmk.transformers.adapters import is_lora, linear_of, why_apart
 from llmk.transformers.classes import changes_of
@@ -74,7 +75,7 @@ def projection_of(model: nn.Module) -> str:
     linear = linear_of(head)
     if type(linear).forward is not nn.Linear.forward or has_own_forward(linear):
         raise Differs(f"its output projection {type(linear).__name__} is not a plain linear layer")
-    if why := why_no_weight(linear.weight):
+    if not is_parametrized(linear) and (why := why_no_weight(linear.weight)):
         raise Differs(f"of its output projection {why}")
     if is_lora(head) and (why := why_apart(head)):
         raise Differs(f"its output projection {why}")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.loss import loss_utils
 
 from llmk import functional
@@ -186,13 +187,15 @@ def why_not_projected(model: Any, path: str) -> str | None:
     patched = any(isinstance(change, Head) for change in changes_of(head))
     if not patched and type(head) is not nn.Linear:
         return ANOTHER if torch.compiler.is_compiling() else f"is now of {type(head).__module__}.{type(head).__name__}"
-    weight = head.weight
-    if why := why_no_weight(weight):
-        return f"has weights of its own kind: {why}"
     if is_hooked(head) and not (patched and head.llmk_only_brings_weights()):  # type: ignore[operator]
         return "is looked at by a hook"
     if patched and not getattr(head, f"{KEPT}forward")():
         return "has another forward now"
+    if is_parametrized(head):  # reading a weight computes it, and may change the parametrization: only the loss does
+        return None
+    weight = head.weight
+    if why := why_no_weight(weight):
+        return f"has weights of its own kind: {why}"
     return None if weight.dtype in FLOAT_DTYPES else "is in a dtype that fused_linear_ce does not take"
 
 
@@ -302,14 +305,15 @@ def loss_of_linear(
     skip_ignored: bool,
 ) -> Tensor:
     """The loss of the logits `capping(head(input) + added)`."""
-    biases = [b.flatten().to(head.weight.dtype) for b in (head.bias, added) if b is not None]
+    weight = head.weight
+    biases = [b.flatten().to(weight.dtype) for b in (head.bias, added) if b is not None]
     bias = sum(biases[1:], biases[0]) if biases else None
     if capping.scale != 1:
         input = input * capping.scale
         bias = None if bias is None else bias * capping.scale
     return functional.fused_linear_ce(
         input,
-        head.weight,
+        weight,
         target,
         linear_bias=bias,
         ignore_index=ignore_index,
@@ -340,7 +344,7 @@ def find_loss(model: nn.Module, source: Source, skip_ignored: bool) -> LossSite:
         Differs: Why its loss cannot be fused.
     """
     path, definition = projection_of(model), source.definition
-    head, V = path.partition(".")[0], len(model.get_submodule(path).weight)  # type: ignore[arg-type]
+    head, V = path.partition(".")[0], linear_of(model.get_submodule(path)).out_features
     if "labels" not in argument_names(definition):
         raise Differs("its forward takes no labels; fused_linear_ce of the hidden states computes a loss outside")
     calls = [node for node in ast.walk(definition) if method_called(node) == head]
