@@ -211,7 +211,7 @@ def unary(name: str, words: str, reference: Any, backward: Any, forward: Any = N
     wrong(words, reference, "x")(operator)
 
 
-unary("missing_factor", "wrong gradients.*gradient of x", square, lambda grad, x: grad * x)
+unary("missing_factor", "wrong gradients.*breaks values_and_gradients.*gradient of x", square, lambda grad, x: grad * x)
 unary("ignores_incoming", "wrong gradients.*gradient of x", square, lambda grad, x: 2 * x)
 
 
@@ -277,14 +277,14 @@ unary("saves_in_a_global", "breaks two_calls", square, lambda grad, x: 2 * grad 
 # Memory.
 
 
-@wrong("memory.*input x was mutated", torch.relu)
+@wrong("memory.*breaks no_mutation.*input x was mutated", torch.relu)
 def mutates_its_input(x: Tensor) -> Tensor:
     return x.relu_().clone()
 
 
 unary(
     "mutates_the_gradient",
-    "memory.*incoming gradient 0 was mutated",
+    "memory.*breaks no_mutation.*incoming gradient 0 was mutated",
     square,
     lambda grad, x: grad.mul_(2 * x).clone(),
 )
@@ -304,14 +304,14 @@ def returns_a_buffer(x: Tensor) -> Tensor:
     return torch.mul(x, x, out=BUFFERS.setdefault((x.shape, x.dtype), buffer))
 
 
-@wrong("memory.*never written", square)
+@wrong("memory.*breaks every_element_written.*never written", square)
 def leaves_the_last_column(x: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out[..., : x.shape[-1] // 4 * 4] = square(x[..., : x.shape[-1] // 4 * 4])
     return out
 
 
-@wrong("wrong values.*(strid|_transposed|output 0)", square)
+@wrong("wrong values.*breaks strided_inputs", square)
 def reads_without_strides(x: Tensor) -> Tensor:
     flat = x.as_strided((x.numel(),), (1,), x.storage_offset()) if x.numel() else x.reshape(-1)
     return square(flat).view(x.shape)
@@ -376,8 +376,18 @@ def fake_op(name: str, forward: Any, fake: Any, words: str, reference: Any = squ
     wrong(words, reference, **fields)(operator)
 
 
-fake_op("fake_of_float64", square, lambda x: x.new_empty(x.shape, dtype=torch.float64), "compile.*Dtypes")
-fake_op("fake_of_a_row_more", square, lambda x: x.new_empty((len(x) + 1, x.shape[1])), "compile.*Shapes")
+fake_op(
+    "fake_of_float64",
+    square,
+    lambda x: x.new_empty(x.shape, dtype=torch.float64),
+    "compile.*breaks torch_opcheck.*Dtypes",
+)
+fake_op(
+    "fake_of_a_row_more",
+    square,
+    lambda x: x.new_empty((len(x) + 1, x.shape[1])),
+    "compile.*breaks torch_opcheck.*Shapes",
+)
 fake_op(
     "fake_of_other_strides",
     lambda x: square(x).contiguous(),

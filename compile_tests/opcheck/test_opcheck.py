@@ -27,7 +27,7 @@ NAMES = [promise.__name__ for promise in PROMISES]
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_op_is_caught_under_its_name(name: str) -> None:
     promise, make = BROKEN[name]
-    results = check(make(name), only=NAMES[: NAMES.index(promise) + 1])
+    results = check(make(name), only=[promise])
     broken = [result for result in results if not result.passed]
     assert broken, results
     assert broken[0].promise == promise, broken[0]

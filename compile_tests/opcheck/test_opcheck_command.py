@@ -167,18 +167,19 @@ HANGS = Op(name="hangs", overload=hangs, reference=lambda input: input.clone(), 
 """
 
 
+@pytest.mark.usefixtures("forked_checks")
 def test_a_call_that_does_not_end_is_broken_with_its_stack(tmp_path: Path) -> None:
     """Wherever it is held up; and the other promises are checked nevertheless."""
     file = tmp_path / "my_op.py"
     file.write_text(HANGS)
-    options = ["--dtype", "float32", "--timeout", "5", "--only", "edge_rows", "--only", "deterministic"]
+    options = ["--dtype", "float32", "--timeout", "3", "--only", "edge_rows", "--only", "deterministic"]
     results = check_in_process(Unit((str(file),), "reference"), torch.device("cpu"), options, threads=1)
     assert [(result.promise, result.verdict) for result in results] == [
         ("edge_rows", "broken"),
         ("deterministic", "kept"),
     ]
-    words = f"it did not end in 0:00:05 at the sample resized [(31, 5)], in hangs (line 8 of {file})"
-    assert results[0].message == words
+    words = f"it did not end in 0:00:03 at the sample resized [(31, 5)], in hangs (line 8 of {file})"
+    assert results[0].message.startswith(words), results[0].message
 
 
 def test_the_whole_run_may_have_a_limit(tmp_path: Path) -> None:
