@@ -1,7 +1,7 @@
-"""Checks of the kernel that `python -m llmk.hub` writes: run by test_hub.py, in a process with the package.
+"""Checks of the kernel that `python -m llmk.hub` writes, and of llmk's layers in transformers' slots.
 
-`python -m compile_tests.helpers.hub_checks FOLDER`. The loader is that of `kernels`, and so is the mapping, because
-transformers' own names no CPU.
+`python -m compile_tests.helpers.hub_checks FOLDER`, which test_hub.py runs: a process of their own, with the package
+`kernels` itself. The loader is that of `kernels`, and so is the mapping, because transformers' own names no CPU.
 """
 
 import json
@@ -10,24 +10,49 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-# isort: off
-from compile_tests.helpers import kernel_slots_checks as slots_checks  # which widens transformers' check of the version
-
-# isort: on
 import kernels
 import torch
-import transformers
-from kernels.layer import layer as kernels_layer
 from torch import nn
 
-import llmk.functional
-from compile_tests.helpers.families import assert_equal, loss_and_gradients, tokens
-from compile_tests.helpers.garbage import collect_seldom
-from compile_tests.helpers.observers import GraphOperators
-from llmk.transformers.slots import LAYERS
-
 FOLDER = Path(sys.argv[1])
-KERNEL: Any = kernels.get_local_kernel(FOLDER)
+
+
+class Missing:
+    """Neither llmk nor transformers is there."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] in ("llmk", "transformers"):
+            raise ModuleNotFoundError(name)
+
+
+def load_without_packages() -> Any:
+    """Load the kernel, which needs neither, and train with it: all of its operators are in its own namespace."""
+    sys.meta_path.insert(0, missing := Missing())  # type: ignore[arg-type]
+    kernel = kernels.get_local_kernel(FOLDER)
+    x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    kernel.rms_norm(x, weight).sum().backward()
+    names = [name for name in torch._C._dispatch_get_all_op_names() if "llmk" in name]
+    assert x.grad is not None
+    assert names
+    assert all(name.startswith(f"{kernel.__name__}::") for name in names), names
+    sys.meta_path.remove(missing)  # type: ignore[arg-type]
+    return kernel
+
+
+KERNEL = load_without_packages()
+
+# isort: off
+from compile_tests.helpers import kernel_slots_checks as slots_checks  # noqa: E402  which widens transformers' check of the version
+
+# isort: on
+import transformers  # noqa: E402
+from kernels.layer import layer as kernels_layer  # noqa: E402
+
+import llmk.functional  # noqa: E402
+from compile_tests.helpers.families import assert_equal, loss_and_gradients, tokens  # noqa: E402
+from compile_tests.helpers.garbage import collect_seldom  # noqa: E402
+from compile_tests.helpers.observers import GraphOperators  # noqa: E402
+from llmk.transformers.slots import LAYERS  # noqa: E402
 
 
 class FromFolder(transformers.KernelConfig):
@@ -55,7 +80,7 @@ def assert_trains_as_without(family: str, operators: dict[str, int], experts: bo
     if experts:
         model.set_experts_implementation(KERNEL.experts_implementation())
     assert_equal(loss_and_gradients(model, model, inputs), want)
-    seen = GraphOperators(KERNEL.__name__)
+    seen = GraphOperators(KERNEL.__name__, "aot_eager")
     assert_equal(loss_and_gradients(model, torch.compile(model, fullgraph=True, backend=seen), inputs), want)
     assert seen.graphs == [operators], seen.graphs
 
@@ -100,6 +125,7 @@ def check_the_packages_operators_beside_the_kernels() -> None:
 if __name__ == "__main__":
     collect_seldom()
     transformers.logging.set_verbosity_error()
+    errors = {check.__name__: slots_checks.error_of(check) for check in slots_checks.checks_of(vars(slots_checks))}
     warnings.simplefilter("ignore")
-    checks = [value for name, value in [*globals().items()] if name.startswith("check_")]
-    sys.stdout.write(json.dumps({check.__name__: slots_checks.error_of(check) for check in checks}))
+    errors |= {check.__name__: slots_checks.error_of(check) for check in slots_checks.checks_of(globals())}
+    sys.stdout.write(json.dumps(errors))

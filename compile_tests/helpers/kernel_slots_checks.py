@@ -1,16 +1,14 @@
-"""Checks of llmk's layers in transformers' slots: run by test_kernel_slots.py, in a process of their own.
+"""Checks of llmk's layers in transformers' slots: run by hub_checks.py, in a process of their own.
 
 transformers asks for `kernels` when it is imported, and makes slots of its classes then. Where the version installed
 here is not among those that it asks for, its check of the version, and nothing else, is widened to it first.
 """
 
 import copy
-import json
-import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -48,7 +46,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (  # noqa: E402
 )
 
 from compile_tests.helpers.families import assert_equal, loss_and_gradients, small_model, tokens  # noqa: E402
-from compile_tests.helpers.garbage import collect_seldom  # noqa: E402
 from compile_tests.helpers.observers import GraphOperators, Operators  # noqa: E402
 from compile_tests.helpers.recurrence_functions import DeltaRule, Scan  # noqa: E402
 from llmk.opcheck import accuracy_violation  # noqa: E402
@@ -208,18 +205,18 @@ def check_a_router_of_another_score_stays() -> None:
         filled(LagunaTopKRouter(config))
 
 
-class WithConvolution(nn.Module):
-    """The function that hybrids call, where `kernels` finds it."""
+def calling(function: Any) -> Any:
+    """A module that calls a function of transformers, where `kernels` finds it."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return causal_conv1d_fn(*args, **kwargs)
+    class Calling(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
 
-
-WithConvolution = hub_kernels.use_kernelized_func(causal_conv1d_fn)(WithConvolution)
+    return hub_kernels.use_kernelized_func(function)(Calling)()
 
 
 def check_the_short_convolution() -> None:
-    model = filled(WithConvolution())
+    model = filled(calling(causal_conv1d_fn))
     x, weight, bias = torch.randn(2, 9, 6).transpose(1, 2), torch.randn(6, 4), torch.randn(6)
     for given, options in (((x, weight, bias), {"activation": "silu"}), ((x, weight), {"seq_idx": None})):
         assert GraphOperators().of(model, *given, **options) == {"causal_conv1d": 1}
@@ -233,16 +230,8 @@ def check_the_short_convolution() -> None:
     assert is_left(model, x.double(), weight.double(), activation="silu")
 
 
-class WithConvolutionStep(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return causal_conv1d_update(*args, **kwargs)
-
-
-WithConvolutionStep = hub_kernels.use_kernelized_func(causal_conv1d_update)(WithConvolutionStep)
-
-
 def check_a_step_of_the_short_convolution() -> None:
-    own, model, state = WithConvolutionStep(), WithConvolutionStep(), torch.randn(2, 6, 4)
+    own, model, state = calling(causal_conv1d_update), calling(causal_conv1d_update), torch.randn(2, 6, 4)
     args = [torch.randn(2, 6, 1), state, torch.randn(6, 4), torch.randn(6)]
 
     def outputs(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,38 +244,6 @@ def check_a_step_of_the_short_convolution() -> None:
         assert accuracy_violation(got, plain_one, want_one) is None
     assert GraphOperators().of(model, *args, activation="silu") == {"causal_conv1d_step": 1}
     assert is_left(model, *(t.double() for t in args), activation="silu")
-
-
-class WithDeltaRule(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return torch_chunk_gated_delta_rule(*args, **kwargs)
-
-
-class WithKDA(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return chunk_kimi_delta_attention(*args, **kwargs)
-
-
-class WithDeltaRuleStep(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return torch_recurrent_gated_delta_rule(*args, **kwargs)
-
-
-class WithKDAStep(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return recurrent_kimi_delta_attention(*args, **kwargs)
-
-
-class WithScan(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return mamba2_chunk_scan(*args, **kwargs)
-
-
-WithDeltaRule = hub_kernels.use_kernelized_func(torch_chunk_gated_delta_rule)(WithDeltaRule)
-WithKDA = hub_kernels.use_kernelized_func(chunk_kimi_delta_attention)(WithKDA)
-WithDeltaRuleStep = hub_kernels.use_kernelized_func(torch_recurrent_gated_delta_rule)(WithDeltaRuleStep)
-WithKDAStep = hub_kernels.use_kernelized_func(recurrent_kimi_delta_attention)(WithKDAStep)
-WithScan = hub_kernels.use_kernelized_func(mamba2_chunk_scan)(WithScan)
 
 
 def assert_slot(operator: str, layer: nn.Module, exact: Any, args: list[torch.Tensor], **options: Any) -> None:
@@ -304,17 +261,26 @@ def check_the_gated_delta_rule() -> None:
     q, k, v = torch.randn(2, 70, 2, 8), torch.randn(2, 70, 2, 8), torch.randn(2, 70, 4, 6)
     g, beta, state = -torch.rand(2, 70, 4), torch.rand(2, 70, 4), torch.randn(2, 4, 8, 6)
     options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    assert_slot("gated_delta_rule", WithDeltaRule(), DeltaRule(), [q, k, v, g, beta], **options)
+    assert_slot("gated_delta_rule", calling(torch_chunk_gated_delta_rule), DeltaRule(), [q, k, v, g, beta], **options)
 
 
 def check_the_gated_delta_rule_with_a_decay_for_each_channel() -> None:
     q, k, v, g = *torch.randn(3, 2, 70, 2, 8), -torch.rand(2, 70, 2, 8)
     options = {"initial_state": torch.randn(2, 2, 8, 8), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    assert_slot("gated_delta_rule", WithKDA(), DeltaRule(), [q, k, v, g, torch.rand(2, 70, 2)], **options)
+    assert_slot(
+        "gated_delta_rule",
+        calling(chunk_kimi_delta_attention),
+        DeltaRule(),
+        [q, k, v, g, torch.rand(2, 70, 2)],
+        **options,
+    )
 
 
 def check_steps_of_the_gated_delta_rule() -> None:
-    for layer, channels in ((WithDeltaRuleStep(), False), (WithKDAStep(), True)):
+    for layer, channels in (
+        (calling(torch_recurrent_gated_delta_rule), False),
+        (calling(recurrent_kimi_delta_attention), True),
+    ):
         heads = 2 if channels else 4
         q, k, v = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 1, heads, 8)
         g, beta = -torch.rand(2, 1, heads, *[8] * channels), torch.rand(2, 1, heads)
@@ -329,7 +295,9 @@ def check_the_scan_of_mamba2() -> None:
     x, dt, A, state = torch.randn(2, 70, 4, 6), torch.randn(2, 70, 4), -torch.rand(4), torch.randn(2, 4, 6, 8)
     B, C, D, bias = torch.randn(2, 70, 2, 8), torch.randn(2, 70, 2, 8), torch.randn(4), torch.randn(4)
     options = {"D": D, "dt_bias": bias, "initial_states": state, "dt_softplus": True, "return_final_states": True}
-    assert_slot("gated_linear_attention", WithScan(), Scan(), [x, dt, A, B, C], chunk_size=16, **options)
+    assert_slot(
+        "gated_linear_attention", calling(mamba2_chunk_scan), Scan(), [x, dt, A, B, C], chunk_size=16, **options
+    )
 
 
 def check_hybrids() -> None:
@@ -384,15 +352,7 @@ def check_other_dtypes_run_the_models_own_code() -> None:
         torch.testing.assert_close(ours(x), own(x), rtol=0, atol=0)
 
 
-class WithLoss(nn.Module):
-    """A function in the slot of the loss, where `kernels` finds it."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return loss_function(*args, **kwargs)
-
-
 loss_function: Any = hub_kernels.use_kernel_forward_from_hub("ForCausalLMLoss")(ForCausalLMLoss)
-WithLoss = hub_kernels.use_kernelized_func(loss_function)(WithLoss)
 
 
 def in_float64(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None):
@@ -407,7 +367,7 @@ def in_float64(logits, labels, vocab_size, num_items_in_batch=None, ignore_index
 def check_the_loss() -> None:
     logits, labels = torch.randn(2, 7, 11), tokens(2, 7) % 11
     labels[0, 2:4] = -100
-    model = filled(WithLoss())
+    model = filled(calling(loss_function))
     others = labels.masked_fill(labels == -100, -1)
     for options in (
         {},
@@ -428,7 +388,8 @@ def check_the_loss() -> None:
         assert accuracy_violation(*gradients) is None
 
 
-CHECKS: list[Callable[[], None]] = [value for name, value in [*globals().items()] if name.startswith("check_")]
+def checks_of(names: Mapping[str, Any]) -> list[Callable[[], None]]:
+    return [value for name, value in names.items() if name.startswith("check_")]
 
 
 def error_of(check: Callable[[], None]) -> str:
@@ -439,9 +400,3 @@ def error_of(check: Callable[[], None]) -> str:
     except (Exception, pytest.fail.Exception):
         return traceback.format_exc()
     return ""
-
-
-if __name__ == "__main__":
-    collect_seldom()
-    transformers.logging.set_verbosity_error()
-    sys.stdout.write(json.dumps({check.__name__: error_of(check) for check in CHECKS}))

@@ -63,17 +63,17 @@ class Operators(TorchDispatchMode):
 
 
 class GraphOperators:
-    """ "aot_eager" that also counts the operators of a namespace in each graph that it is given."""
+    """Another backend that also counts the operators of a namespace in each graph that it is given."""
 
-    def __init__(self, namespace: str = "llmk") -> None:
-        self.prefix = f"{namespace}."
+    def __init__(self, namespace: str = "llmk", backend: str = "eager") -> None:
+        self.prefix, self.backend = f"{namespace}.", backend
         self.graphs: list[Counter[str]] = []
 
     def __call__(self, graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
         targets = (str(node.target) for node in graph.graph.nodes)
         names = (name.removeprefix(self.prefix) for name in targets if name.startswith(self.prefix))
         self.graphs.append(Counter(name.removesuffix(".default") for name in names))
-        return lookup_backend("aot_eager")(graph, example_inputs)
+        return lookup_backend(self.backend)(graph, example_inputs)
 
     def of(self, module: nn.Module, *args: Any, **kwargs: Any) -> Counter[str]:
         """Return the operators in the one graph of a module's forward pass."""
