@@ -11,5 +11,5 @@ def on_device(device: torch.device) -> Iterator[None]:
     """Make tensors on the device, with nothing compiled before and no advice of transformers'."""
     pytest.importorskip("transformers").logging.set_verbosity_error()
     torch._dynamo.reset()
-    with device:
+    with device, torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield

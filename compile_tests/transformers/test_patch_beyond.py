@@ -13,11 +13,7 @@ transformers = pytest.importorskip("transformers")
 from compile_tests.helpers.gated_units import Unit  # noqa: E402
 from llmk.transformers import patch  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device):
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 # ---- what stands between an activation and its product

@@ -15,11 +15,7 @@ from compile_tests.helpers.families import COMMON, LATENT, MOE, small_model  # n
 from compile_tests.helpers.gated_units import Unit  # noqa: E402
 from llmk.transformers import patch  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device):
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def test_report_is_a_table():

@@ -19,11 +19,7 @@ import llmk.transformers  # noqa: E402
 from compile_tests.helpers.families import assert_same_training, pair, small_model, tokens  # noqa: E402
 from llmk.transformers import patch  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device):
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def plain_classes(model: nn.Module) -> bool:

@@ -14,12 +14,7 @@ from compile_tests.helpers.families import assert_same_training, pair, small_mod
 from llmk.registry import set_short_path_enabled  # noqa: E402
 from llmk.transformers import patch  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device):
-    torch._dynamo.reset()
-    with device:
-        yield
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def kept(model: nn.Module, call: Callable[[], Any]) -> int:
