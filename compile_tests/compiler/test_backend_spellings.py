@@ -186,3 +186,22 @@ def test_left(name: str) -> None:
     allowed = {"rms_norm"} if words.startswith("rms_norm_gated") else set()
     assert not (wanted - allowed) & set(report.replaced), str(report)
     assert any(words in f"{note.operator}: {note.reason}" for note in report.left) or not words, str(report)
+
+
+def wan(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Into slices of an empty tensor."""
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    out = torch.empty_like(x)
+    out[..., 0::2] = first * cos - second * sin
+    out[..., 1::2] = first * sin + second * cos
+    return out
+
+
+def test_features_written_in_place_are_left() -> None:
+    """The report tells what is found, once for each tensor that is turned."""
+    report = require_equal(
+        lambda q, k, *angles: (wan(q, *angles), wan(k, *angles)),
+        tensors([(2, 5, 4, 8), (2, 5, 2, 8), *[angles(1, 5, 1, 4)] * 2]),
+    )
+    assert report.replaced == {}
+    assert [report.notes[note] for note in report.left if "torch.stack" in note.reason] == [2], str(report)

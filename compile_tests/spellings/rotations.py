@@ -1,6 +1,7 @@
 """Rotary position embeddings in plain PyTorch."""
 
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -126,3 +127,88 @@ def fair_esm(q: Tensor, k: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor
 def ltx(q: Tensor, k: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys before heads are told apart."""
     return neighbours(q, c, s), neighbours(k, c, s)
+
+
+TOKENS_FIRST, HEADS_FIRST = ((2, 5, 4, 8), (2, 5, 2, 8)), ((2, 4, 5, 8), (2, 2, 5, 8))
+WIDER_THAN_ANGLES = (2, 4, 5, 12), (2, 2, 5, 12)
+
+
+def rotation(
+    heads: tuple[tuple[int, ...], ...], *shapes: tuple[int, ...]
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register the rotation of one tensor for queries and keys, by angles of these shapes."""
+
+    def add(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(fn)
+        def of_queries_and_keys(q: Tensor, k: Tensor, *angles: Tensor) -> tuple[Tensor, Tensor]:
+            return fn(q, *angles), fn(k, *angles)
+
+        spelling("rope", *heads, *(angles(*shape) for shape in shapes))(of_queries_and_keys)
+        return fn
+
+    return add
+
+
+@rotation(TOKENS_FIRST, (5, 4), (5, 4))
+def llama2_c(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neighbours taken apart by unbind, put together by stack."""
+    real, imaginary = x.float().reshape(2, 5, -1, 4, 2).unbind(-1)
+    cos, sin = cos.view(1, 5, 1, 4), sin.view(1, 5, 1, 4)
+    first, second = real * cos - imaginary * sin, real * sin + imaginary * cos
+    return torch.stack([first, second], dim=-1).flatten(3).type_as(x)
+
+
+@rotation(TOKENS_FIRST, (5, 8), (5, 8))
+def flux(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    rotated = torch.stack([-imaginary, real], dim=-1).flatten(3)
+    return (x.float() * cos[None, :, None] + rotated.float() * sin[None, :, None]).to(x.dtype)
+
+
+@rotation(HEADS_FIRST, (5, 8), (5, 8))
+def stable_audio(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Diffusers' other axis: halves taken apart by unbind."""
+    real, imaginary = x.reshape(*x.shape[:-1], 2, -1).unbind(-2)
+    rotated = torch.cat([-imaginary, real], dim=-1)
+    return (x.float() * cos[None, None] + rotated.float() * sin[None, None]).to(x.dtype)
+
+
+@rotation(TOKENS_FIRST, (1, 5, 1, 4), (1, 5, 1, 4))
+def nanochat(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The other way round, the last axis by its number."""
+    d = x.shape[3] // 2
+    first, second = x[..., :d], x[..., d:]
+    return torch.cat([first * cos + second * sin, first * (-sin) + second * cos], 3).to(x.dtype)
+
+
+@rotation(TOKENS_FIRST, (5, 4), (5, 4))
+def modded_nanogpt(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+    first, second = x.to(torch.float32).chunk(2, dim=-1)
+    return torch.cat((first * cos + second * sin, first * (-sin) + second * cos), 3).type_as(x)
+
+
+@rotation(WIDER_THAN_ANGLES, (1, 5, 8))
+def x_transformers(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
+    """Part of the features, and a scale that is 1 without xPos."""
+    angles = angles[:, -x.shape[-2] :, :].unsqueeze(1)
+    x, rest = x[..., :8], x[..., 8:]
+    real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(dim=-1)
+    rotated = torch.stack((-imaginary, real), dim=-1).reshape(x.shape)
+    turned = x * angles.cos() * scale + rotated * angles.sin() * scale
+    return torch.cat((turned, rest), dim=-1).type(x.dtype)
+
+
+@rotation(TOKENS_FIRST, (1, 5, 4), (1, 5, 4))
+def gpt_j(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = (torch.repeat_interleave(angle[:, :, None, :], 2, 3) for angle in (cos, sin))
+    even, odd = x[:, :, :, ::2], x[:, :, :, 1::2]
+    return x * cos + torch.stack((-odd, even), dim=-1).flatten(-2) * sin
+
+
+@rotation(WIDER_THAN_ANGLES, (1, 5, 8), (1, 5, 8))
+def litgpt(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    part, rest, half = x[..., :8], x[..., 8:], 4
+    rotated = torch.cat((-part[..., half:], part[..., :half]), dim=-1)
+    cos, sin = (angle.view(1, 1, 5, 8) for angle in (cos, sin))
+    return torch.cat((((part * cos) + (rotated * sin)).to(dtype=x.dtype), rest), dim=-1)
