@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_tests.helpers.backend_compare import difference, eager, outcome, require_unchanged
-from compile_tests.helpers.fault_programs import Program, randn
+from compile_tests.helpers.fault_programs import Program, randn, rms
 
 
 def a_unit_of_one_activation(x: Tensor) -> Tensor:
@@ -94,17 +94,13 @@ def test_nothing_changes(program: Program) -> None:
     require_unchanged(*program)
 
 
-def normalized(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
 def test_a_rotation_is_found_although_its_first_result_is_read_before_its_second_is_computed() -> None:
     """Llama 4 normalizes what it rotated: the norm of the queries is replaced first, and stays where it stood."""
 
     def fn(q: Tensor, angles: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         first = turned(q, angles[None]).flatten(-2)
         second = turned(k.neg(), angles[None]).flatten(-2)
-        return normalized(first), normalized(second)
+        return rms(first), rms(second)
 
     report = require_unchanged(fn, rotated_heads()[:3])
     assert report.replaced == {"rms_norm": 2, "rope": 1}

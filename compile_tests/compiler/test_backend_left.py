@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_tests.helpers.backend_checks import require_same, results, rewritten
+from compile_tests.helpers.fault_programs import randn
 from llmk.compiler import Report
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {}
@@ -23,10 +24,6 @@ def case(reason: str, *args: Any) -> Callable[[Callable[..., Any]], Callable[...
         return fn
 
     return add
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
 @case("rsqrt: what is computed around it is no norm", randn(3, 16))

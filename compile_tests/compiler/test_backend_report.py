@@ -88,16 +88,10 @@ def test_a_function_inside_another_one_is_no_obstacle() -> None:
     assert (nested.graphs, nested.replaced) == (1, {"swiglu": 1})
 
 
-@pytest.mark.parametrize("options", [{}, {"padding": 2}, {"groups": 2}, {"stride": 2, "groups": 4}])
+@pytest.mark.parametrize("options", [{}, {"padding": 2}, {"groups": 2}, {"stride": 2, "groups": 4}, {"channels": 1}])
 def test_a_plain_convolution_leaves_no_note(options: dict[str, Any]) -> None:
-    report = Report()
-    conv = nn.Conv1d(8, 8, 3, **options)
-    llmk.compile(conv, report=report)(torch.randn(2, 8, 10))
+    report, channels = Report(), options.get("channels", 8)
+    conv = nn.Conv1d(channels, 8, 3, **{name: value for name, value in options.items() if name != "channels"})
+    llmk.compile(conv, report=report)(torch.randn(2, channels, 10))
     assert report.graphs == 1
-    assert not report.notes, str(report)
-
-
-def test_a_convolution_from_one_channel_leaves_no_note() -> None:
-    report = Report()
-    llmk.compile(nn.Conv1d(1, 8, 3), report=report)(torch.randn(2, 1, 10))
     assert not report.notes, str(report)

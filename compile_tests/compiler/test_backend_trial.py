@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from compile_tests.helpers.backend_checks import require_same, rewriting
 from compile_tests.helpers.backend_compare import require_unchanged, with_backend
+from compile_tests.helpers.fault_programs import randn
 from compile_tests.helpers.planted_rules import planted, reasons
 from llmk.accuracy.neighbours import with_default_dtype
 from llmk.compiler import Report, backend, replace, report, trial_cache
-from llmk.compiler.patterns import Arg, Call, Cast, GraphBuilder, KeywordArg, RewritePattern
-from llmk.compiler.rules import RewriteRule
+from llmk.compiler.patterns import Arg, Call, Cast, GraphBuilder, KeywordArg
 from llmk.registry.private import compilers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,10 +32,6 @@ def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     report.warn_once.cache_clear()
     yield
     report.warn_once.cache_clear()
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
 def test_a_rule_that_ignores_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,16 +170,12 @@ def test_what_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch, holder: An
     assert "planted" in reasons(found)
 
 
-@pytest.mark.parametrize("name", sorted({rule.name for rule in backend.all_rules()}))
-def test_a_rule_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The replacement of a rule raises at the first node, whatever the node is."""
-    found = next(rule for rule in backend.all_rules() if rule.name == name)
-    broken = RewriteRule(
-        name, found.overload, found.differentiable, RewritePattern(results=(KeywordArg("x") | Arg("x"),), build=raises)
-    )
-    monkeypatch.setattr(backend.Backend, "rules", [broken])
-    monkeypatch.setattr(replace._Replacing, "_match", lambda self, rule, node: raises())
-    with pytest.warns(RuntimeWarning, match="planted"):
+@pytest.mark.parametrize("where", ["its pattern", "its replacement"])
+def test_a_rule_that_raises_changes_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, raises, Call("silu", KeywordArg("x")))
+    if where == "its pattern":
+        monkeypatch.setattr(replace._Replacing, "_match", raises)
+    with pytest.warns(RuntimeWarning, match="leaves planted as it is: its rule raised KeyError"):
         assert require_unchanged(unit, [randn(3, 4), randn(3, 4)]).replaced == {}
 
 
