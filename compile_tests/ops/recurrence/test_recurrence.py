@@ -82,11 +82,11 @@ def test_the_operators_are_the_recurrence(
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_value_heads_that_a_program_makes_together(dtype: torch.dtype, device: torch.device) -> None:
-    """So many chunks that programs for four heads each fill the interpreter."""
-    given = inputs(4, 130, 1, 4, 12, 20, dtype, device)[:-1]
+    """All four of a key head, in batches and chunks."""
+    given = inputs(2, 70, 1, 4, 12, 20, dtype, device)[:-1]
     given[3] = given[3].float()
-    state = torch.linspace(-1, 1, 4 * 4 * 12 * 20, dtype=torch.float32, device=device).view(4, 4, 12, 20)
-    ids = (torch.arange(130, device=device) // 50).expand(4, 130)
+    state = torch.linspace(-1, 1, 2 * 4 * 12 * 20, dtype=torch.float32, device=device).view(2, 4, 12, 20)
+    ids = (torch.arange(70, device=device) // 50).expand(2, 70)
     require_right("gated_linear_attention", given, state, sequence_ids=ids)
 
 
