@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, every_kind, incoming_gradients, representatives, require_accurate
+from llmk.opcheck.calls import (
+    call,
+    every_kind,
+    incoming_gradients,
+    representatives,
+    require_accurate,
+    traced_kinds,
+)
 from llmk.opcheck.inputs import (
     BrokenPromise,
     Outcome,
@@ -160,9 +167,9 @@ def _with_gradients(op: Op, samples: Sequence[Sample], grads: Callable[[Sequence
 
 def input_subsets(op: Op, samples: Sequence[Sample]) -> None:
     """1: any subset of the inputs wants gradients, none of them too, of many inputs each one alone; by a sample of each
-    kind, layout and width.
+    kind, layout and width, or in 16 bits of each choice.
     """
-    for sample in every_kind(op, samples):
+    for sample in traced_kinds(op, samples, layouts=True):
         names = differentiable_inputs(op, sample)
         for size in range(len(names) if len(names) <= MOST_IN_SUBSETS else 2):
             for wanted in itertools.combinations(names, size):
