@@ -223,6 +223,27 @@ def test_a_parametrized_projection_is_read_as_often(family: str, first: str) -> 
     torch.testing.assert_close(*(dict(m.lm_head.named_buffers()) for m in (model, original)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("unpatched", [False, True])
+@pytest.mark.parametrize("first", ["patch", "parametrize"])
+def test_a_parametrization_can_be_taken_away(first: str, unpatched: bool) -> None:
+    """PyTorch deletes its property from the module's very class, and gives it the base of that class."""
+    model = small_model("Llama", tie_word_embeddings=False)
+    original = copy.deepcopy(model)
+    report = patch(model) if first == "patch" else None
+    for m in (model, original):
+        parametrizations.weight_norm(m.lm_head)
+    report = report or patch(model)
+    if unpatched:
+        report.unpatch()
+    assert (assert_same_training(model, original, input_ids=tokens(2, 7)).logits is None) == (not unpatched)
+    for m in (model, original):
+        parametrize.remove_parametrizations(m.lm_head, "weight")
+    assert (assert_same_training(model, original, input_ids=tokens(2, 7)).logits is None) == (not unpatched)
+    if not unpatched:
+        report.unpatch()
+    assert type(model.lm_head) is nn.Linear
+
+
 @pytest.mark.filterwarnings("ignore:llmk:UserWarning")
 def test_a_projection_in_a_dtensor_of_another_kind(mesh: DeviceMesh) -> None:
     model = small_model("Llama", tie_word_embeddings=False)

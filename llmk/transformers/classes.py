@@ -14,6 +14,7 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from llmk.transformers.guards import METHOD, llmk_fell_back
 from llmk.transformers.subclass import quiet_subclass
@@ -63,6 +64,23 @@ def is_behind_hook(module: nn.Module) -> bool:
 def changes_of(module: nn.Module) -> tuple[Change, ...]:
     """Return the changes to a module, if it is patched."""
     return getattr(type(module), CHANGES, ())
+
+
+def class_with(module: nn.Module, changes: tuple[Change, ...]) -> type:
+    """Return the class that changes give a module.
+
+    A parametrization's class stays around it, because PyTorch takes the parametrization away from the very class.
+    """
+    cls = type(module)
+    if not is_parametrized(module):
+        return patched_class(cls, changes)
+    return _parametrized(cls, patched_class(cls.__bases__[0], changes))
+
+
+def _parametrized(cls: type, base: type) -> type:
+    """The class of a parametrized module with another base."""
+    own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return quiet_subclass(base, {**own, "__qualname__": cls.__qualname__})
 
 
 def patched_class(base: type, changes: tuple[Change, ...]) -> type:
@@ -146,8 +164,11 @@ def unpatched_class(module: nn.Module) -> type:
     Raises:
         RuntimeError: The module has been given another class since.
     """
-    if CHANGES in vars(type(module)):
-        return type(module).__bases__[0]
+    cls = type(module)
+    if CHANGES in vars(cls):
+        return cls.__bases__[0]
+    if is_parametrized(module) and CHANGES in vars(cls.__bases__[0]):
+        return _parametrized(cls, cls.__bases__[0].__bases__[0])
     raise RuntimeError(
         f"model: a {type(module).__name__} was made of a patched module after patch(); unpatch() before that"
     )

@@ -15,8 +15,8 @@ from llmk.transformers.classes import (
     BehindHook,
     Change,
     changes_of,
+    class_with,
     is_behind_hook,
-    patched_class,
     set_classes,
 )
 from llmk.transformers.convolutions import CausalConv1d, CausalConv1dStep
@@ -305,4 +305,4 @@ class Plan:
         for module, changes in self.changes.items():
             if is_behind_hook(module):
                 changes.append(BehindHook())
-        return [(module, patched_class(type(module), tuple(changes))) for module, changes in self.changes.items()]
+        return [(module, class_with(module, tuple(changes))) for module, changes in self.changes.items()]
