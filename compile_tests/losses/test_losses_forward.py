@@ -150,8 +150,10 @@ def test_products_of_a_policy(
     given = {"importance_sampling_level": level, "ref_per_token_logps": ref, "chunk_size": chunk_size, **options}
     args = x.requires_grad_(), weight.requires_grad_(), target, advantages
     again = chunk_size in chunks and (not keeps or "softcap" in options)
-    losses.grpo(*args, skip_ignored=False, **given)[0].backward()
+    with FlopCounterMode(display=False) as counter:
+        losses.grpo(*args, skip_ignored=False, **given)[0].backward()
     assert sum(multiplications) == x.numel() * len(weight) * (3 + again)
+    assert counter.get_total_flops() == 2 * sum(multiplications)
 
 
 @pytest.mark.parametrize("skips", [False, True])

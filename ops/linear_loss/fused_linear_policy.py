@@ -90,6 +90,10 @@ class PolicyCall(GroupsCall):
     entropy_weight: Tensor | None  # [..., S]
     options: PolicyOptions
 
+    @property
+    def has_entropies(self) -> bool:
+        return self.entropy_weight is not None
+
     @cached_property
     def group(self) -> torch.Size:
         return torch.Size(()) if self.options.importance_sampling_level == "token" else self.tokens[-1:]

@@ -61,6 +61,11 @@ class SoftmaxCall(RowsCall):
     def transform(self) -> Transform:
         return Transform(self.logit_scale, 1.0 / self.temperature, self.softcap, not self.float32_logits)
 
+    @property
+    def entropies_serve(self) -> bool:
+        """True if the exponentials give the gradient of entropies too: those of float32, without a cap."""
+        return not self.softcap and self.kept_element == 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobsCall(SoftmaxCall):
@@ -235,7 +240,7 @@ def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]
 
 def _is_kept(call: CandidatesCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor, *rest: Any) -> bool:
     """Return True if the exponentials that were kept are what the gradient is made of."""
-    serves = entropy_grad is None or not call.entropy or (not call.softcap and call.kept_element == 4)
+    serves = entropy_grad is None or not call.entropy or call.entropies_serve
     return serves and call.kept_matrix(rest[0]) is not None
 
 
@@ -404,9 +409,15 @@ class GroupsCall(LogprobsCall):
         return super().can_compact(impl) and (len(self.group) == 0 or not impl.on_host)
 
     @property
+    def has_entropies(self) -> bool:
+        """True if the loss is a function of entropies."""
+        return False
+
+    @property
     def makes_gradients_again(self) -> bool:
         """True if the logits are made twice although a chunk holds whole groups."""
-        return self.support is not None or self.input.dtype == torch.float16
+        unserved = self.has_entropies and not self.entropies_serve
+        return unserved or self.support is not None or self.input.dtype == torch.float16
 
     def plan_of_groups(self, impl: Implementation) -> Plan | None:
         """Return the plan whose chunks hold whole groups, so that gradients are made at once; None if a second pass is.
@@ -464,7 +475,8 @@ def _grouped(
         stats, results, _ = in_forward(rows, objective.gradients, gradients)
         loss = None if of_tokens else objective.value
     else:
-        kept = call.kept_matrix(call.kept_buffer(needed and call.keeps_exponentials))
+        serves = call.keeps_exponentials and not call.makes_gradients_again
+        kept = call.kept_matrix(call.kept_buffer(needed and serves))
         stats, results, _ = first_pass(rows, kept)
     logprobs, entropy = map(compacted.scatter_output, (results.logprobs.squeeze(-1), results.entropy))
     if loss is not None:
