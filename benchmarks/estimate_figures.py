@@ -15,7 +15,7 @@ from benchmarks.targets import PRODUCTS, measured_ms
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "llmk" / "estimate" / "figures.json"
-OPS, LAYER, EXPERTS = "ops-h200.json", "layer-h200.json", "moe-h200.json"
+OPS, LAYER, EXPERTS, LOSS = "ops-h200.json", "layer-h200.json", "moe-h200.json", "linear-loss-ops-h200.json"
 FLOAT32 = "float32-logits-h100.json"
 
 WAYS = {"PyTorch": "torch eager", "PyTorch compiled": "torch compiled", "llmk": "llmk eager", "llmk compiled": ""}
@@ -81,7 +81,6 @@ def figures() -> dict[str, Any]:
         "bytes": BYTES,
         "chunk_rows": _chunk_rows(),
         "rounded_chunks": 3,
-        "float32_logits_ns": _float32_ns(),
         "gpus": {"h200": _h200(), "h100": _h100()},
     }
 
@@ -109,7 +108,7 @@ def _h200() -> dict[str, Any]:
         "device": ops["device"],
         "date": ops["date"],
         "torch": ops["torch"],
-        "from": [OPS, LAYER, EXPERTS],
+        "from": [OPS, LAYER, EXPERTS, LOSS],
         "copy": round(ops["ceilings"]["copy_bytes_per_s"]),
         "products": round(statistics.median(6e3 * n * h * v / _products(n, h, v) for n, h, v in LOSSES)),
         "attention": [_attention(layer) for layer in read(LAYER)["layers"]],
@@ -146,7 +145,8 @@ def _shape(sizes: tuple[int, ...]) -> str:
 
 def _row(op: str, workload: str, way: str) -> dict[str, Any]:
     key = (op, workload, way)
-    return next(row for row in read(OPS)["rows"] if (row["op"], row["workload"], row["way"]) == key)
+    rows = read(LOSS if op == "fused_linear_ce" else OPS)["rows"]
+    return next(row for row in rows if (row["op"], row["workload"], row["way"]) == key)
 
 
 def _products(n: int, h: int, v: int) -> float:
@@ -193,16 +193,6 @@ def _chunk_rows() -> Points:
         mib = _row("fused_linear_ce", _shape((n, h, v)), PRODUCTS)["peak_mib"]
         rows.append([v, round((mib * 2**20 - 2 * v * h - 2 * n * h) / (2 * v))])
     return rows
-
-
-def _float32_ns() -> float:
-    """Return what float32 logits, the default since, add for a logit: not in the H200's figures."""
-    rows = [row for row in read(FLOAT32)["rows"] if row["workload"].startswith("fused_linear_ce ")]
-    added = []
-    for row in rows:
-        n, _, v = (int(size) for size in row["workload"].split()[1].split("x"))
-        added.append(1e6 * (row["ways"]["float32"]["ms"] - row["ways"]["input's dtype"]["ms"]) / (n * v))
-    return _rounded(statistics.mean(added))
 
 
 def _rounded(value: float) -> float:

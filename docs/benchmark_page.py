@@ -20,6 +20,8 @@ LATER_TIMES = RESULTS / "hybrid-ops-h100.json"
 """Operators that are not in `TIMES`, in the same form."""
 H100_TIMES = RESULTS / "ops-h100.json"
 """The first workload of every operator, in the same form."""
+LOSS_TIMES = RESULTS / "linear-loss-ops-h200.json"
+"""`fused_linear_ce` with products of its own, beside PyTorch and Liger Kernel alone, in the same form."""
 RECURRENCES = RESULTS / "recurrences-h100.json"
 STEPS, CHUNKS = RESULTS / "train-step-h200.json", RESULTS / "chunks-h200.json"
 LATER_STEPS = {
@@ -36,11 +38,12 @@ LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing
 AS_FAST = 0.02
 """Times within that of one another are the same."""
 MUCH_SMALLER = 0.9
-BFLOAT16_LOGITS = (
-    "The logits of llmk's losses were bfloat16 in this run. Since 25 November 2026 they are float32 by default, which "
-    "takes 3 to 22% more time in the loss on an H100, and some memory."
+EARLIER_LOSSES = (
+    "This run, and the charts and the table of chunks where there are any, are from before the losses over a "
+    "vocabulary had products of their own, with bfloat16 logits; [the page of losses](../losses.md#speed-and-memory) "
+    "has later times."
 )
-"""The note on what was measured before that change; the range is that of `float32-logits-h100.json`."""
+"""The note on losses that were measured before 28 November 2026."""
 OVERWRITES = {("liger-kernel", op) for op in ("cross_entropy", "swiglu", "geglu", "rope")}
 """Ways and operators whose forward or backward pass works in the memory of its inputs."""
 NAMES = {
@@ -102,8 +105,15 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
     if rows:
         yield f"{COLUMNS}{_sizes(op)} {_where(_results_of(op))}"
         if ".linear_loss." in OPS[op].module:
-            yield f"{BFLOAT16_LOGITS} [Losses](../losses.md#time-how-many-matrix-products) has later times on an H100."
+            yield EARLIER_LOSSES
         yield _scrolling(_time_table(rows))
+    own = _timed_both_ways(_read(LOSS_TIMES), op)
+    if own:
+        yield (
+            "With products of its own and float32 logits, milliseconds and MiB as above. "
+            f"{_where(_read(LOSS_TIMES))} Of other libraries Liger Kernel alone was timed."
+        )
+        yield _scrolling(_time_table(own))
     later = _h100_rows(op)
     if later:
         first = "Forward and backward, milliseconds and MiB as above. " if rows else f"{COLUMNS}{_sizes(op)} "

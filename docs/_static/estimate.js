@@ -180,11 +180,7 @@ function start() {
       const gpu = figures.gpus[form.elements.gpu.value];
       const checkpointing = form.elements.checkpointing.checked;
       const found = estimate(figures, read(), tokens, sequence, form.elements.gpu.value, checkpointing);
-      const added = (1e-6 * figures.float32_logits_ns * tokens * read().vocabulary).toFixed(1);
-      const note = gpu.copy
-        ? ` llmk's logits were bfloat16 in these tables. Float32, the default since, added ${added} ms at this size by
-           what was measured on an H100.`
-        : " A dash was not measured there.";
+      const note = gpu.copy ? "" : " A dash was not measured there.";
       out.innerHTML = `<div class="scroll">${table(figures, found)}</div>
         <p>An estimate from tables of ${gpu.date}, one ${gpu.device}, torch ${gpu.torch}.${note}</p>`;
     } catch (error) {

@@ -124,11 +124,6 @@ def notes(sizes: Sizes, tokens: int, gpu: str, checkpointing: bool) -> Iterator[
         "The step's memory is its peak."
     )
     if gpu == "h200":
-        added = 1e-6 * FIGURES["float32_logits_ns"] * tokens * sizes.vocabulary
-        yield (
-            f"llmk's logits were bfloat16 in these tables. Float32, the default since, added {added:.1f} ms at this "
-            "size by what was measured on an H100."
-        )
         yield "Compiled PyTorch is without the attention mask that transformers materializes, which takes longer."
     else:
         yield "A dash was not measured on this GPU. The memory does not depend on it."
