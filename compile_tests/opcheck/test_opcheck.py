@@ -19,6 +19,7 @@ from llmk.opcheck.inputs import BrokenPromise, watched_by
 from llmk.opcheck.promises.compiled import compiled_samples
 from llmk.opcheck.promises.gradients import require_finite
 from llmk.opcheck.promises.table import GPU_PROMISES, INTERPRETER_PROMISES, OF_LAYERS, ON_REQUEST, PROMISES
+from llmk.opcheck.promises.values import fresh_numbers
 from llmk.registry import OPS, Sample
 
 NAMES = [promise.__name__ for promise in PROMISES]
@@ -116,6 +117,13 @@ def test_a_long_sum_in_turn_is_no_gross_error() -> None:
     rounded = square("sum_in_bfloat16", lambda x: tree(x.bfloat16()).float(), reference=tree, differentiable=())
     with pytest.raises(BrokenPromise, match="output 0: element"):
         require_no_gross_error(rounded, sample, call(rounded, sample))
+
+
+def test_drawn_numbers_may_overflow_where_pytorch_does() -> None:
+    """The mean of sixteen losses near 1e38, which PyTorch's composition sums first too."""
+    logits, target = torch.zeros(16, 4), torch.zeros(16, dtype=torch.int64)
+    logits[:, 0] = -1e38
+    fresh_numbers(OPS["cross_entropy"], [Sample((logits, target), why="a sum past float32")])
 
 
 def test_a_sound_op_passes() -> None:

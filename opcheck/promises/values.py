@@ -57,7 +57,7 @@ def harsh_values(op: Op, samples: Sequence[Sample]) -> str:
             if isinstance(outcome, str):
                 note = note or outcome
             elif outcome is not None:
-                require_no_gross_error(op, harsh, _without_overflow(op, harsh, outcome))
+                require_no_gross_error(op, harsh, _without_overflow(op, harsh, outcome, judges_nan=False))
         for zeros in _changed(op, sample, {"0 in places": _with_zeros}):
             require_no_gross_error(op, zeros, call(op, zeros))
     return note
@@ -101,21 +101,22 @@ def _changed(op: Op, sample: Sample, changes: Mapping[str, Callable[[Tensor], Te
             return
 
 
-def _without_overflow(op: Op, sample: Sample, outcome: Outcome) -> Outcome:
-    """Return the outcome with the reference's value where that is not to be judged.
+def _without_overflow(op: Op, sample: Sample, outcome: Outcome, *, judges_nan: bool = True) -> Outcome:
+    """Return the outcome with the reference's value where that is not to be judged: PyTorch's composition overflows.
 
-    PyTorch's composition overflows there, or the reference does; or it is NaN in a row that has one, or a choice that
-    was made beside NaN.
+    Without `judges_nan` the reference may overflow too, or be NaN in a row that has one, or a choice that was made
+    beside NaN.
     """
     reference = reference_for(op, sample, outcome, lambda outputs: [])
-    has_nan = any(bool(x.isnan().any()) for x in outcome.inputs.values() if x.is_floating_point())
+    has_nan = not judges_nan and any(bool(x.isnan().any()) for x in outcome.inputs.values() if x.is_floating_point())
     outputs = []
     for output, composition, exact in zip(outcome.outputs, reference.composition, reference.exact, strict=True):
         assert composition is not None
         assert exact is not None
         if output.shape == exact.shape and output.is_floating_point():
             lost = ~composition.isfinite() & exact.isfinite()
-            lost |= output.isnan() & _rows_with_nan(exact) if has_nan else exact.isnan()
+            if not judges_nan:
+                lost |= output.isnan() & _rows_with_nan(exact) if has_nan else exact.isnan()
             output = torch.where(lost, exact.to(output.dtype), output)
         elif has_nan and not output.is_floating_point() and output.shape == composition.shape:
             output = composition.to(output.dtype)
@@ -135,7 +136,7 @@ def fresh_numbers(op: Op, samples: Sequence[Sample]) -> None:
     """2: other numbers in the memory of the call before give their own results, call after call.
 
     A cache finds the address, the shape and the first element that it knows. The numbers are of a new seed every time,
-    unless one is to be replayed.
+    unless one is to be replayed; where they make PyTorch's composition overflow the operator may too.
     """
     asked = FRESH.get()
     seed = secrets.randbelow(2**31) if asked is None else asked
@@ -151,8 +152,8 @@ def fresh_numbers(op: Op, samples: Sequence[Sample]) -> None:
             note(sample)
             outputs = as_list(op.overload(*given.args, **given.kwargs))
         why = f"{sample.why}, after {CALLS} calls with other numbers in the same memory, of seed {seed}"
-        outcome = Outcome({}, [output.detach().clone() for output in outputs], {})
-        require_no_gross_error(op, rebound(op, given, bound, why), outcome)
+        changed, outcome = rebound(op, given, bound, why), Outcome({}, [each.detach().clone() for each in outputs], {})
+        require_no_gross_error(op, changed, _without_overflow(op, changed, outcome))
 
 
 CALLS = 5
