@@ -26,7 +26,7 @@ help:
 	@echo 'usage: make VERB [VARIABLE=...]'
 	@echo
 	@echo '  train     train a model, llmk and PyTorch: 2 minutes on a CPU    TRAIN_ARGS'
-	@echo '  test      the test suite, then kernels interpreted: 21 minutes   TEST_ARGS'
+	@echo '  test      the test suite, then kernels interpreted: 15 minutes   TEST_ARGS'
 	@echo '  lint      format, lint and type checks; changes nothing: 2 minutes'
 	@echo '  opcheck   all checks of every operator: hours of a core          OPCHECK_ARGS'
 	@echo '  bench     time and memory of every operator beside PyTorch       BENCH_ARGS'

@@ -46,7 +46,7 @@ from llmk.registry.gradient import differentiating, gradient_of
 from llmk.registry.graphs import recomputed_in_backward
 from llmk.registry.jit import jit
 from llmk.registry.kernel_op import KernelOp, like_first, wrap_triton
-from llmk.registry.launch import empty
+from llmk.registry.launch import empty, empty_in_order
 from llmk.registry.public_op import public_op
 from llmk.registry.record import RULE, BatchDependent, Cost, Op, Sample, Tolerance
 from llmk.registry.sharding import (
@@ -99,6 +99,7 @@ __all__ = [
     "check_switch",
     "differentiating",
     "empty",
+    "empty_in_order",
     "foreign_kind",
     "from_arguments",
     "gradient_of",

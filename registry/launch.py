@@ -63,6 +63,18 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return buffer
 
 
+def empty_in_order(shape: Sequence[int], order: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate a tensor whose axes lie in memory in this order, for an operator to return.
+
+    While something traces it is no view: AOTAutograd repeats on the output of a graph all views by which a view of it
+    was made, also those from before it was an output.
+    """
+    if dispatch_modes():
+        return torch.empty_permuted(shape, order, dtype=dtype, device=device)
+    buffer = empty([shape[axis] for axis in order], dtype, device)
+    return buffer.permute([order.index(axis) for axis in range(len(order))])
+
+
 ALIGNMENT = 16
 """Bytes of which a descriptor's base and row stride must be multiples."""
 

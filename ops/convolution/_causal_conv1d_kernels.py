@@ -10,7 +10,7 @@ from torch import Tensor
 from llmk.ops.common.activations import activate, activate_with_grad
 from llmk.ops.common.rows import aligned, byte_offset, contiguous
 from llmk.ops.common.sums import sum_partials
-from llmk.registry import cdiv, empty, jit, no_gradient, or_no_gradient, wrap_triton
+from llmk.registry import cdiv, empty, empty_in_order, jit, no_gradient, or_no_gradient, wrap_triton
 
 TOKENS = 128
 """Tokens of a program that walks over them. Backward each makes a row of partial sums, `[D, K + 1]` float32."""
@@ -343,10 +343,7 @@ def channels_last(x: Tensor) -> bool:
 
 def empty_like_layout(x: Tensor) -> Tensor:
     """Allocate for `[B, D, T]` a dense tensor with channels or tokens side by side, as they are in x."""
-    B, D, T = x.shape
-    return (
-        empty((B, T, D), x.dtype, x.device).transpose(1, 2) if channels_last(x) else empty(x.shape, x.dtype, x.device)
-    )
+    return empty_in_order(x.shape, (0, 2, 1) if channels_last(x) else (0, 1, 2), x.dtype, x.device)
 
 
 def _walk(x: Tensor, K: int) -> dict[str, int]:

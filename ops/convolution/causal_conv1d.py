@@ -147,9 +147,8 @@ def _of_last_sequence(state: Tensor, sequence_ids: Tensor | None) -> Tensor:
 
 
 def _like_layout(values: Tensor, like: Tensor) -> Tensor:
-    """The values in the dtype of `like`, channels or tokens side by side as in that."""
-    values = values.to(like.dtype)
-    return values.transpose(1, 2).contiguous().transpose(1, 2) if kernels.channels_last(like) else values.contiguous()
+    """Return the values in the dtype of `like`, channels or tokens side by side as in that."""
+    return kernels.empty_like_layout(like).copy_(values)
 
 
 @causal_conv1d_fwd.register_kernel("cpu")
@@ -184,22 +183,17 @@ def _(grad, grad_state, input, weight, bias, sequence_ids, initial_state, activa
     )
 
 
-def _fake_like_layout(x: Tensor) -> Tensor:
-    B, D, T = x.shape
-    return x.new_empty((B, T, D)).transpose(1, 2) if kernels.channels_last(x) else x.new_empty(x.shape)
-
-
 @causal_conv1d_fwd.register_fake
 def _(input, weight):
     B, D, _ = input.shape
-    return _fake_like_layout(input), input.new_empty((B, D, weight.shape[1] - 1))
+    return kernels.empty_like_layout(input), input.new_empty((B, D, weight.shape[1] - 1))
 
 
 @causal_conv1d_bwd.register_fake
 def _(grad, input, weight, bias, initial_state, need_weight, need_bias):
     none = grad.new_empty((0,))
     return (
-        _fake_like_layout(input),
+        kernels.empty_like_layout(input),
         weight.new_empty(weight.shape) if need_weight else none,
         bias.new_empty(bias.shape) if bias is not None and need_bias else grad.new_empty((0,)),
         grad.new_empty((0,)) if initial_state is None else initial_state.new_empty(initial_state.shape),

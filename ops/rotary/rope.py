@@ -42,7 +42,7 @@ from llmk.registry import (
     Sample,
     check_dtype,
     check_same,
-    empty,
+    empty_in_order,
     jit,
     next_power_of_2,
     public_op,
@@ -112,8 +112,7 @@ def head_splits(cos: Any) -> list[tuple[int, int | str]]:
 
 def empty_heads(x: Tensor) -> Tensor:
     """Like x `[B, H, S, D]`, lying in memory as `[B, S, H, D]`."""
-    B, H, S, D = x.shape
-    return empty((B, S, H, D), x.dtype, x.device).transpose(1, 2)
+    return empty_in_order(x.shape, (0, 2, 1, 3), x.dtype, x.device)
 
 
 def kernel_strides(*heads: Tensor, cos: Tensor, sin: Tensor) -> list[int]:
@@ -140,8 +139,9 @@ def as_tokens(x: Tensor) -> Tensor:
 
 
 def heads_cpu(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[B, S, H, D]`, fresh, as `[B, H, S, D]` of `dtype` that lies in memory as it did."""
-    return x.to(dtype).contiguous().transpose(1, 2)
+    """Return `[B, S, H, D]` as `[B, H, S, D]` of `dtype`, new, which lies in memory as `[B, S, H, D]`."""
+    heads = x.transpose(1, 2)
+    return empty_in_order(heads.shape, (0, 2, 1, 3), dtype, x.device).copy_(heads)
 
 
 def check_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
