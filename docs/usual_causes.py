@@ -34,7 +34,7 @@ USUAL_CAUSES = {
     "deterministic": "atomics, or memory that nobody wrote",
     "batch_invariant": "a block size, or a split of a sum, that follows from the number of rows",
     "same_on_short_path": "a check or a cast that only one of the two ways makes",
-    "compiled_samples": "`.item()`, `.data_ptr()` or a branch on a tensor's values",
+    "compiled_samples": "`.item()`, `.data_ptr()`, a branch on a tensor's values, or an output that is a view",
     "another_thread": "state of a thread or a module, such as a stream or a cache",
     "default_dtype": "`torch.tensor(1.0)` or `torch.zeros` without a dtype",
     "default_device": "the same without a device",

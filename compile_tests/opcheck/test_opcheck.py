@@ -20,6 +20,7 @@ from llmk.opcheck.promises.compiled import compiled_samples
 from llmk.opcheck.promises.gradients import require_finite
 from llmk.opcheck.promises.table import GPU_PROMISES, INTERPRETER_PROMISES, OF_LAYERS, ON_REQUEST, PROMISES
 from llmk.opcheck.promises.values import fresh_numbers
+from llmk.ops.rotary import rope
 from llmk.registry import OPS, Sample
 
 NAMES = [promise.__name__ for promise in PROMISES]
@@ -117,6 +118,17 @@ def test_a_long_sum_in_turn_is_no_gross_error() -> None:
     rounded = square("sum_in_bfloat16", lambda x: tree(x.bfloat16()).float(), reference=tree, differentiable=())
     with pytest.raises(BrokenPromise, match="output 0: element"):
         require_no_gross_error(rounded, sample, call(rounded, sample))
+
+
+@pytest.mark.parametrize("heads", [2, 5])
+def test_a_view_of_an_output_leaves_a_graph_with_it(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    """Numbers are other ones in silence where the axes that an operator has swapped have one length."""
+    q, angles = torch.randn(2, heads, 5, 8), torch.rand(1, 5, 8)
+    samples = [Sample((q, q.clone(), angles, angles.clone()), why="heads")]
+    compiled_samples(OPS["rope"], samples)
+    monkeypatch.setattr(rope, "heads_cpu", lambda x, dtype: x.to(dtype).contiguous().transpose(1, 2))
+    with pytest.raises(BrokenPromise, match="other numbers" if heads == 5 else "with a view of an output"):
+        compiled_samples(OPS["rope"], samples[:])
 
 
 def test_drawn_numbers_may_overflow_where_pytorch_does() -> None:

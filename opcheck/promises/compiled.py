@@ -12,6 +12,7 @@ from llmk.opcheck.calls import (
     MOST_KINDS,
     call,
     device_of,
+    few_kinds,
     first_line,
     float_dtype,
     is_contiguous,
@@ -21,7 +22,7 @@ from llmk.opcheck.calls import (
     resized,
     traced_kinds,
 )
-from llmk.opcheck.inputs import BrokenPromise, Outcome, differentiable_inputs, note, prepare
+from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, differentiable_inputs, note, prepare, same_bits
 from llmk.opcheck.promises.nan_fill import RECYCLE_NOTHING, nan_filled_in_graphs, require_all_written
 from llmk.registry import Op, Sample
 from llmk.registry.private.compilers import aot_backend, compile_errors
@@ -54,9 +55,42 @@ def _require_right_by_inductor(op: Op, sample: Sample, *, dynamic: bool) -> None
 
 
 def compiled_samples(op: Op, samples: Sequence[Sample]) -> None:
-    """3: samples traced in one graph by Dynamo and AOTAutograd; without a GPU one of each kind, layout and width."""
+    """3: samples traced in one graph by Dynamo and AOTAutograd; without a GPU one of each kind, layout and width.
+
+    An output may leave the graph beside a view of it.
+    """
     for sample in _to_trace(op, samples):
         require_accurate(op, sample, _traced(op, sample).outcome)
+    for sample in few_kinds(op, samples):
+        _require_views_of_outputs(op, sample)
+
+
+def _require_views_of_outputs(op: Op, sample: Sample) -> None:
+    """Compare views that leave a graph with those of the outputs that leave it.
+
+    AOTAutograd makes a view again of the output, with all views since the memory was allocated. Where an operator that
+    it traces returns a view, that is another one, or raises an error.
+    """
+
+    def outputs_and_views(*args: Any, **kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        outputs = list(as_list(op.overload(*args, **kwargs)))
+        return outputs, _views(outputs)
+
+    torch.compiler.reset()
+    compiled = torch.compile(outputs_and_views, fullgraph=True, backend=aot_backend(lambda graph, _: graph))
+    args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
+    note(sample)
+    try:
+        outputs, views = compiled(*args, **kwargs)
+    except (*compile_errors(), AssertionError) as error:
+        raise BrokenPromise(f"{sample}: with a view of an output: {first_line(error)}") from error
+    for view, wanted in zip(views, _views(outputs), strict=True):
+        if not same_bits(view, wanted):
+            raise BrokenPromise(f"{sample}: a view of an output that leaves a graph with it has other numbers")
+
+
+def _views(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [output.transpose(0, -1) for output in outputs if output.dim() > 0]
 
 
 def compiled_call(op: Op, **options: Any) -> Callable[..., Any]:

@@ -140,8 +140,7 @@ def as_tokens(x: Tensor) -> Tensor:
 
 def heads_cpu(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `[B, S, H, D]` as `[B, H, S, D]` of `dtype`, new, which lies in memory as `[B, S, H, D]`."""
-    heads = x.transpose(1, 2)
-    return empty_in_order(heads.shape, (0, 2, 1, 3), dtype, x.device).copy_(heads)
+    return x.contiguous().transpose(1, 2).to(dtype, copy=True)
 
 
 def check_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

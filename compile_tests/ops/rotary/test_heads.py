@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 
 from compile_tests.helpers.stub_driver import Graphs, launches, saved, stub_driver
 from llmk.registry import OPS
@@ -37,6 +38,7 @@ def trace_alone(name: str, args: list[Tensor], **options: Any) -> Graphs:
     backend = aot_autograd(
         fw_compiler=keep(graphs.forward),
         bw_compiler=keep(graphs.backward),
+        decompositions=select_decomp_table(),
         partition_fn=min_cut_rematerialization_partition,
     )
     torch._dynamo.reset()
