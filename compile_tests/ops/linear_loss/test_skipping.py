@@ -219,14 +219,17 @@ some_groups = pytest.mark.parametrize(
 def test_a_chunk_of_whole_groups_has_its_own_count(
     name: str, make: Callable[..., Sample], group: int, options: dict[str, Any], each: int, ends: list[int]
 ) -> None:
-    """Logits are made once, in a chunk of `each` groups or of all, and one product by one makes the gradients."""
+    """Logits are made once, in a chunk of `each` groups or of all, and one product by one makes the gradients.
+
+    In 16 bits those of a policy are made again, for the gradient of its entropies.
+    """
     sample = make(options, each * group + (each > 0))
     counts = [int(chunk.sum()) for chunk in (sample.args[2] != -100).view(G, -1).split(each or G)]
     assert each != 1 or counts[1] == 0
     with FlopCounterMode(display=False) as counter:
         found = call(OPS[name], sample)
     assert ends == counts
-    assert counter.get_total_flops() == 3 * 2 * G * group * H * V
+    assert counter.get_total_flops() == (3 + ("entropy_weight" in sample.kwargs)) * 2 * G * group * H * V
     require_accurate(OPS[name], sample, found)
 
 
