@@ -67,8 +67,11 @@ def empty_in_order(shape: Sequence[int], order: tuple[int, ...], dtype: torch.dt
     """Allocate a tensor whose axes lie in memory in this order, for an operator to return.
 
     While something traces it is no view: AOTAutograd repeats on the output of a graph all views by which a view of it
-    was made, also those from before it was an output.
+    was made, also those from before it was an output. Inductor makes `torch.empty` of it before it merges what is alike
+    in the forward and the backward pass, which it never does with that.
     """
+    if order == tuple(range(len(order))):
+        return empty(shape, dtype, device)
     if dispatch_modes():
         return torch.empty_permuted(shape, order, dtype=dtype, device=device)
     buffer = empty([shape[axis] for axis in order], dtype, device)

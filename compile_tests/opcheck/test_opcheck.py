@@ -126,7 +126,7 @@ def test_a_view_of_an_output_leaves_a_graph_with_it(monkeypatch: pytest.MonkeyPa
     q, angles = torch.randn(2, heads, 5, 8), torch.rand(1, 5, 8)
     samples = [Sample((q, q.clone(), angles, angles.clone()), why="heads")]
     compiled_samples(OPS["rope"], samples)
-    monkeypatch.setattr(rope, "heads_cpu", lambda x, dtype: x.to(dtype).contiguous().transpose(1, 2))
+    monkeypatch.setattr(rope, "swapped", lambda x, dtype: x.to(dtype).contiguous().transpose(1, 2))
     with pytest.raises(BrokenPromise, match="other numbers" if heads == 5 else "with a view of an output"):
         compiled_samples(OPS["rope"], samples[:])
 

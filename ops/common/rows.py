@@ -17,6 +17,14 @@ def contiguous_last_dim(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def swapped(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x with its axes 1 and 2 swapped, in `dtype`, in new memory where they lie as in a contiguous x.
+
+    An operator may return it: it is no view, see `empty_in_order`.
+    """
+    return x.contiguous().transpose(1, 2).to(dtype, copy=True)
+
+
 def as_rows(x: Tensor) -> Tensor:
     """`[..., N]` as `[M, N]` with neighbouring columns side by side; copies only where strides leave no way."""
     return contiguous_last_dim(x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0))

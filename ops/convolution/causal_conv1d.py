@@ -35,6 +35,7 @@ from torch import Tensor
 from llmk.ops.common.activations import activation as activated
 from llmk.ops.common.activations import activation_with_grad
 from llmk.ops.common.collectives import exchange_with_ranks, place_in
+from llmk.ops.common.rows import swapped
 from llmk.ops.convolution import _causal_conv1d_kernels as kernels
 from llmk.ops.convolution._patterns import CAUSAL_CONV1D
 from llmk.registry import (
@@ -148,7 +149,9 @@ def _of_last_sequence(state: Tensor, sequence_ids: Tensor | None) -> Tensor:
 
 def _like_layout(values: Tensor, like: Tensor) -> Tensor:
     """Return the values in the dtype of `like`, channels or tokens side by side as in that."""
-    return kernels.empty_like_layout(like).copy_(values)
+    if kernels.channels_last(like):
+        return swapped(values.transpose(1, 2), like.dtype)
+    return values.to(like.dtype).contiguous()
 
 
 @causal_conv1d_fwd.register_kernel("cpu")

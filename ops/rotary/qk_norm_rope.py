@@ -29,7 +29,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import contiguous_last_dim
+from llmk.ops.common.rows import contiguous_last_dim, swapped
 from llmk.ops.common.sums import sum_two_partials
 from llmk.ops.norm.rms_norm import rms_norm_reference
 from llmk.ops.rotary.rope import (
@@ -38,7 +38,6 @@ from llmk.ops.rotary.rope import (
     check_heads,
     empty_heads,
     head_splits,
-    heads_cpu,
     kernel_strides,
     load_row,
     pair_blocks,
@@ -333,7 +332,7 @@ def _(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved):
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         dtype, x = x.dtype, as_tokens(x)
         normalized = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)
-        return heads_cpu(rotate_cpu(normalized, cos, sin, interleaved, False), dtype)
+        return swapped(rotate_cpu(normalized, cos, sin, interleaved, False), dtype)
 
     return forward(q, q_weight), forward(k, k_weight)
 
@@ -352,7 +351,7 @@ def _(grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, eps, offset, interleav
             dw = (g * (x * rstd)).sum((0, 1, 2), dtype=torch.float64 if x.is_cpu else torch.float32).to(weight.dtype)
         else:
             dw = no_gradient(grad_q)
-        return heads_cpu(dx, dtype), dw
+        return swapped(dx, dtype), dw
 
     dq, dwq = backward(grad_q, q, q_weight, need_q_weight)
     dk, dwk = backward(grad_k, k, k_weight, need_k_weight)

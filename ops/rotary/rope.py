@@ -33,7 +33,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import contiguous_last_dim
+from llmk.ops.common.rows import contiguous_last_dim, swapped
 from llmk.ops.rotary._patterns import ROPE
 from llmk.registry import (
     REPLICATE,
@@ -136,11 +136,6 @@ def rotate_cpu(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward:
 def as_tokens(x: Tensor) -> Tensor:
     """`[B, H, S, D]` as float32 `[B, S, H, D]`: in the order of memory Inductor makes one kernel of what follows."""
     return x.transpose(1, 2).float()
-
-
-def heads_cpu(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `[B, S, H, D]` as `[B, H, S, D]` of `dtype`, new, which lies in memory as `[B, S, H, D]`."""
-    return x.contiguous().transpose(1, 2).to(dtype, copy=True)
 
 
 def check_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -284,7 +279,7 @@ rope_bwd = KernelOp(_rope_bwd, launch_cached=True)
 def _rope_cpu(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool
 ) -> tuple[Tensor, Tensor]:
-    yq, yk = (heads_cpu(rotate_cpu(as_tokens(x), cos, sin, interleaved, backward), x.dtype) for x in (q, k))
+    yq, yk = (swapped(rotate_cpu(as_tokens(x), cos, sin, interleaved, backward), x.dtype) for x in (q, k))
     return yq, yk
 
 
